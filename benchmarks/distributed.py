@@ -39,7 +39,7 @@ import residual
 import residual.distributed as rd
 from magicube_cutlass.cli.environment import provenance
 from magicube_cutlass.distributed import collectives
-from magicube_cutlass.distributed.cost_model import LinearShape, cluster_of, product_seconds, traffic
+from magicube_cutlass.distributed.cost_model import LinearShape, cluster_of, layer_seconds
 
 RESULTS = Path(__file__).resolve().parent / "results"
 NO_GRAPHS = ("residual", "tsqr", "attention")  # decisions by numbers on the host
@@ -202,10 +202,8 @@ class Bench:
 
 def layer_ms(bench: Bench, layers: list[tuple[str, LinearShape]], tokens: int, **options: Any) -> float:
     """Milliseconds of layers by the model of bytes and times."""
-    ranks = bench.mesh.size()
-    cluster = cluster_of(ranks)
-    sent = sum(traffic(style, layer, tokens, ranks, **options) for style, layer in layers)
-    return 1e3 * (sum(product_seconds(layer, tokens, ranks, cluster) for _, layer in layers) + sent / cluster.link)
+    cluster = cluster_of(bench.mesh.size())
+    return 1e3 * sum(layer_seconds(style, layer, tokens, cluster, **options) for style, layer in layers)
 
 
 def torch_layers(bench: Bench, dense: nn.Module, plan: dict[str, Any], x: Tensor, given: Any) -> Reference:
@@ -287,9 +285,9 @@ def mlp(bench: Bench, width: int, hidden: int, tokens: int, sparsities: tuple[fl
                     "2": second(reduce=reduce, use_local_output=False, **placed_out)}  # fmt: skip
             made = parallelize_module(copy.deepcopy(model), bench.mesh, plan)
             case = f"{name}, {'cut' if tokens_cut else 'all'}, {reduce}"
+            predicted = layer_ms(bench, layers, tokens, cut_tokens=tokens_cut, static=static, reduce=reduce)
             bench.add(case, shape, partial(made, cut if tokens_cut else x), alone, key=("mlp", tokens, name),
-                      torch_call=reference[tokens_cut],
-                      model_ms=layer_ms(bench, layers, tokens, cut_tokens=tokens_cut, reduce=reduce))  # fmt: skip
+                      torch_call=reference[tokens_cut], model_ms=predicted)  # fmt: skip
 
 
 def tolerances(bench: Bench, size: int, tol: float) -> None:

@@ -311,6 +311,50 @@ def render_errors() -> str:
     return f"{grid(['operands', *kinds], rows)}\n\n{source('float_errors')}"
 
 
+_ON_RANKS = {  # what the guide shows: group, shape, and case of the results
+    "layer 14336 x 4096, 0.9 zeros, 8,192 tokens on all ranks": ("spmm", "14336 x 4096 x 8192", "X on all ranks"),
+    "the same, tokens cut, int8 gathered": ("spmm", "14336 x 4096 x 8192", "X cut, int8 gather, 1 chunks"),
+    "the same, bfloat16 gathered": ("spmm", "14336 x 4096 x 8192", "X cut, gather of floats"),
+    "layers 4096-14336-4096, 0.8 zeros, all ranks, bfloat16 sums": ("mlp", "8192 x", "0.8, all, bfloat16"),
+    "the same, tokens cut": ("mlp", "8192 x", "0.8, cut, bfloat16"),
+    "the same, exact sums": ("mlp", "8192 x", "0.8, cut, exact"),
+    "0.9 zeros, tokens cut, bfloat16 sums": ("mlp", "8192 x", "0.9, cut, bfloat16"),
+    "dense int8, tokens cut, bfloat16 sums": ("mlp", "8192 x", "dense int8, cut, bfloat16"),
+    "the same, static scales": ("mlp", "8192 x", "dense int8, static, cut, bfloat16"),
+    "0.9 zeros, 256 tokens, cut, bfloat16 sums": ("mlp", "256 x", "0.9, cut, bfloat16"),
+    "`rd.matmul` 16384^3 by rows, `tol=1e-6`": ("residual", "16384", "rows, tol 1e-06"),
+    "`rd.matmul` 8192^3 by rows, `tol=1e-2`": ("residual", "8192^3", "rows, tol 0.01"),
+    "`rd.qr` of 1,000,000 x 256, float32 products": ("tsqr", "1000000", "float32"),
+    "attention, 32 heads, 4,096 queries, heads cut": ("attention", "32 x", "heads"),
+    "the same, queries cut": ("attention", "32 x", "queries"),
+}
+
+
+def render_ranks() -> str:
+    """Two and four GPUs: ms per call and per graph, one GPU's, and efficiencies."""
+    found = {n: results(f"distributed_nccl_{n}")["results"] for n in (2, 4)}
+    rows = []
+    for name, (group, shape, case) in _ON_RANKS.items():
+        two, four = (
+            next((row for row in found[n] if row["group"] == group and row.get("shape", "").startswith(shape)
+                  and row["case"].startswith(case) and "ms" in row), None)
+            for n in (2, 4)
+        )  # fmt: skip
+        assert two is not None
+        graphs = [None if row is None else row.get("ms of a graph", row["ms"]) for row in (two, four)]
+        shares = [None if row is None else row.get("efficiency of graphs", row["efficiency"]) for row in (two, four)]
+        one = two.get("ms of a graph of one process", two["ms of one process"])
+        torchs = two.get("torch ms of a graph")
+        both = "; ".join("-" if share is None else f"{share:.2f}" for share in shares)
+        rows.append([
+            name, f"{one:.2f}", *("-" if ms is None else f"{ms:.2f}" for ms in graphs), both, f"{two['ms']:.2f}",
+            "-" if torchs is None else f"{torchs:.2f} ({two['torch efficiency of graphs']:.2f})",
+        ])  # fmt: skip
+    head = ["case, ms", "one GPU", "two", "four", "efficiency of two; of four", "two, eager calls",
+            "torch's bfloat16 layers on two"]  # fmt: skip
+    return f"{grid(head, rows)}\n\n{source('distributed_nccl_2', 'distributed_nccl_4')}"
+
+
 SECTIONS: tuple[tuple[str, str, Callable[[], str]], ...] = (
     ("summary", "README.md", render_summary),
     ("first-product", "docs/install.md", render_first_product),
@@ -325,6 +369,7 @@ SECTIONS: tuple[tuple[str, str, Callable[[], str]], ...] = (
     ("e4m3-blocks", "docs/lab/performance.md", render_e4m3_blocks),
     ("models-times", "docs/performance/gpu.md", render_models),
     ("models-avx512", "docs/lab/models.md", render_models_avx512),
+    ("ranks", "docs/how-to/several-gpus.md", render_ranks),
     ("format-errors", "docs/explanation/accuracy.md", render_errors),
 )
 

@@ -24,12 +24,15 @@ def plan_parallel(
     skip: Annotated[
         list[str] | None, typer.Option(help="Layers to leave. Default: embeddings and output heads.")
     ] = None,
+    graphs: Annotated[
+        bool, typer.Option("--graphs", help="Calls are in CUDA graphs: the host's time is left out.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Print the style of each layer on some GPUs, the bytes that a GPU sends, and predicted times, by a model of links.
 
-    Links: 229 GB/s inside a pair of H200s (measured), 270 GB/s inside a host of 8 and 50 GB/s between hosts (of
-    specifications). Times are of products and exchanges only.
+    Links: 300 GB/s inside a host (measured on two and four H200s) and 50 GB/s between hosts (of specifications). A
+    layer whose tokens are cut takes no less than the host's time of an eager call, 0.75 ms, but with --graphs.
     """
     check_choice("bits", bits, BITS)
     check_choice("reduce", reduce, ("exact", "bfloat16", "int8"))
@@ -52,7 +55,7 @@ def plan_parallel(
     if not shapes:
         raise ValueError(f"file must hold matrices NAME.weight, got none in {file.name!r}")
     cluster = cluster_of(gpus)
-    found = plan_layers(shapes, tokens, cluster, reduce)
+    found = plan_layers(shapes, tokens, cluster, reduce, graphs)
     total = sum(min(each.seconds, each.alone) if each.style == "one GPU" else each.seconds for each in found)
     alone = sum(each.alone for each in found)
     if as_json:
@@ -66,16 +69,13 @@ def plan_parallel(
     for name in ("layer", "out x in", "style", "MB a GPU sends", "us", "us on one GPU"):
         table.add_column(name, justify="left" if name in ("layer", "style") else "right", no_wrap=True)
     for each in found:
-        size, seconds = f"{each.layer.out} x {each.layer.inner}", each.seconds
-        if each.style == "one GPU":
-            table.add_row(each.layer.name, size, each.style, "", f"({1e6 * seconds:.1f})", f"{1e6 * each.alone:.1f}")
-        else:
-            mb = f"{each.bytes / 1e6:.2f}"
-            table.add_row(each.layer.name, size, each.style, mb, f"{1e6 * seconds:.1f}", f"{1e6 * each.alone:.1f}")
+        size, us, cut = f"{each.layer.out} x {each.layer.inner}", f"{1e6 * each.seconds:.1f}", each.style != "one GPU"
+        mb = f"{each.bytes / 1e6:.2f}" if cut else ""
+        table.add_row(each.layer.name, size, each.style, mb, us if cut else f"({us})", f"{1e6 * each.alone:.1f}")
     console = output()
     console.width = max(console.width, _WIDTH)
     console.print(table)
-    cut = sum(each.style != "one GPU" for each in found)
-    console.print(f"{cut} of {len(found)} layers are cut: {1e6 * total:.0f} us, {1e6 * alone:.0f} us on one GPU")
-    if cut < len(found):
+    cuts = sum(each.style != "one GPU" for each in found)
+    console.print(f"{cuts} of {len(found)} layers are cut: {1e6 * total:.0f} us, {1e6 * alone:.0f} us on one GPU")
+    if cuts < len(found):
         console.print("in brackets: with the layer cut; one GPU is predicted to be faster")

@@ -6,10 +6,20 @@ those that a rank sends, by rings; ``WireBytes`` counts the same on 1 to 4 proce
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-__all__ = ["CLUSTERS", "Cluster", "LayerPlan", "LinearShape", "group_layers", "plan_layers", "sent_bytes", "traffic"]
+__all__ = [
+    "CLUSTERS",
+    "Cluster",
+    "LayerPlan",
+    "LinearShape",
+    "group_layers",
+    "layer_seconds",
+    "plan_layers",
+    "sent_bytes",
+    "traffic",
+]
 
 SCALE_BYTES = 4  # of a token, float32
 REDUCE_BYTES = {"exact": 4, "bfloat16": 2, "int8": 1}
@@ -26,13 +36,15 @@ class Cluster:
     inside, between : float
         Bytes per second that a GPU sends to others of its host, and to other hosts.
     latency : float
-        Seconds of a collective, per step of its ring.
+        Seconds that an exchange takes at least: barriers, or the start of a collective.
     memory, sparse_rate, dense_rate, launch : float
         Of a GPU: bytes per second that a product reads, int8 operations per second of sparse and dense products, and
         seconds that a launch takes at least. Fitted to ``benchmarks/results/llm_h200.json`` (0.7 and 0.9 zeros).
+    passes : float
+        Bytes per second of what quantizes activations and scales sums.
     host : float
-        Seconds of host time of a layer whose tokens are cut, below which it takes no less time: 1.9 ms for two layers
-        of 256 tokens on two H100s, ``distributed_nccl_2.json``.
+        Seconds of host time of a layer whose tokens are cut, below which it takes no less time: 0.75 ms for one layer
+        on two H200s, ``distributed_nccl_2.json``.
     source : str
         Where the link figures are from.
 
@@ -44,15 +56,16 @@ class Cluster:
 
     gpus: int
     per_host: int
-    inside: float = 229e9
+    inside: float = 300e9
     between: float = 50e9
-    latency: float = 3e-6
+    latency: float = 15e-6
     memory: float = 2.5e12
     sparse_rate: float = 0.25e15
     dense_rate: float = 1.2e15
     launch: float = 4e-6
-    host: float = 0.95e-3
-    source: str = "all-gather of a pair of H200s, measured"
+    passes: float = 2.2e12
+    host: float = 0.75e-3
+    source: str = "copies between two GPUs of one host, measured"
 
     @property
     def link(self) -> float:
@@ -60,12 +73,13 @@ class Cluster:
         return self.inside if self.gpus <= self.per_host else self.between
 
 
-# 2: measured (229 to 257 GB/s). 8: NVLink 4 of an H200, 900 GB/s in both directions, at the pair's share of its peer
-# copy. 64: one 400 Gb/s port of ConnectX-7 per GPU.
+# 2 and 8: copies of 17 to 67 MB of another GPU's memory ran at 337 to 362 GB/s, NCCL's collectives of as many at 190 to
+# 270, of NVLink 4's 450 GB/s each way; times of 2 and 4 GPUs follow within a factor (tests/distributed/test_plan.py).
+# 64: one 400 Gb/s port of ConnectX-7 per GPU.
 CLUSTERS = {
     2: Cluster(2, 2),
-    8: Cluster(8, 8, inside=270e9, source="NVLink 4: 450 GB/s each way by specification, 0.6 of it"),
-    64: Cluster(64, 8, inside=270e9, source="400 Gb/s per GPU between hosts by specification"),
+    8: Cluster(8, 8),
+    64: Cluster(64, 8, source="400 Gb/s per GPU between hosts by specification"),
 }
 
 
@@ -80,7 +94,7 @@ def cluster_of(gpus: int) -> Cluster:
     if gpus < 1:
         raise ValueError(f"gpus must be at least 1, got {gpus}")
     near = CLUSTERS[2 if gpus <= 2 else 8 if gpus <= 8 else 64]
-    return Cluster(gpus, near.per_host, near.inside, near.between, source=near.source)
+    return replace(near, gpus=gpus)
 
 
 def sent_bytes(collective: str, size: int, ranks: int) -> int:
@@ -177,6 +191,41 @@ def product_seconds(layer: LinearShape, tokens: int, ranks: int, cluster: Cluste
     return cluster.launch + max(2 * stored * tokens / rate, moved / cluster.memory)
 
 
+def layer_seconds(
+    style: str, layer: LinearShape, tokens: int, cluster: Cluster, *, cut_tokens: bool = True, static: bool = False,
+    reduce: str = "exact",
+) -> float:  # fmt: skip
+    """Return the time of a layer's kernels and exchanges on a cluster; one GPU quantizes its tokens and multiplies.
+
+    Beside the product: passes over activations (their amaxes, where ranks hold parts of K) and over sums, and what
+    travels, of which inside of a host the product of a rank's own tokens hides a part. Parameters as of
+    :func:`traffic`.
+
+    Examples
+    --------
+    >>> layer = LinearShape("up", 14336, 4096, 0.1)
+    >>> one, two = (layer_seconds("colwise", layer, 8192, cluster_of(n)) for n in (1, 2))
+    >>> 1.6 < one / two < 2
+    True
+    """
+    ranks = cluster.gpus
+    product, travels = product_seconds(layer, tokens, ranks, cluster), 0.0
+    sent = traffic(style, layer, tokens, ranks, cut_tokens=cut_tokens, static=static, reduce=reduce) / cluster.link
+    part = -(-tokens // ranks) if cut_tokens else tokens
+    if style == "colwise":
+        moved = 3.0 * part * layer.inner
+        if ranks > 1 and cut_tokens:
+            hidden = product / ranks if ranks <= cluster.per_host else 0.0
+            travels = max(0.0, sent - hidden) + cluster.latency
+    else:
+        moved = (3.0 if static or ranks == 1 else 5.0) * tokens * layer.inner / ranks
+        if ranks > 1:
+            travels = sent + (1 if static else 2) * cluster.latency
+            moved += part * layer.out * (6 if reduce == "exact" else 4)  # scales, or adds a bias
+            moved += 2.0 * tokens * layer.out if reduce == "exact" else 0.0  # 32 bits of a product, not 16
+    return product + moved / cluster.passes + travels
+
+
 class LayerPlan(NamedTuple):
     """What to do with a layer."""
 
@@ -227,12 +276,12 @@ def group_layers(layers: list[LinearShape]) -> list[list[tuple[str, LinearShape]
 
 
 def plan_layers(
-    layers: list[LinearShape], tokens: int, cluster: Cluster, reduce: str = "exact"
+    layers: list[LinearShape], tokens: int, cluster: Cluster, reduce: str = "exact", graphs: bool = False
 ) -> list[LayerPlan]:  # fmt: skip
     """Return the style of each layer, tokens cut over ranks outside of a group.
 
     A group of :func:`group_layers` is cut if that is predicted to be faster than one GPU, exchange included. A layer
-    alone is cut by outputs, which are gathered as bfloat16. Passes over sums and activations are left out.
+    alone is cut by outputs, which are gathered as bfloat16.
 
     Parameters
     ----------
@@ -244,6 +293,8 @@ def plan_layers(
         GPUs and links.
     reduce : str, default "exact"
         What sums travel as.
+    graphs : bool, default False
+        Calls are in CUDA graphs, whose times the host does not bound.
 
     Examples
     --------
@@ -258,14 +309,13 @@ def plan_layers(
     for group in group_layers(layers):
         rows = []
         for style, layer in group:
-            sent, steps = traffic(style, layer, tokens, ranks, reduce=reduce), ranks - 1
-            if len(group) == 1:
-                sent += sent_bytes("all_gather_into_tensor", 2 * tokens * -(-layer.out // ranks), ranks)
-            if style == "rowwise" or len(group) == 1:
-                steps *= 2
-            seconds = product_seconds(layer, tokens, ranks, cluster) + sent / cluster.link + steps * cluster.latency
-            seconds = max(seconds, cluster.host) if ranks > 1 else seconds
-            rows.append((style, layer, sent, seconds, product_seconds(layer, tokens, 1, cluster)))
+            sent = traffic(style, layer, tokens, ranks, reduce=reduce)
+            seconds = layer_seconds(style, layer, tokens, cluster, reduce=reduce)
+            if len(group) == 1 and ranks > 1:
+                outputs = sent_bytes("all_gather_into_tensor", 2 * tokens * -(-layer.out // ranks), ranks)
+                sent, seconds = sent + outputs, seconds + outputs / cluster.link + cluster.latency
+            seconds = max(seconds, cluster.host) if ranks > 1 and not graphs else seconds
+            rows.append((style, layer, sent, seconds, layer_seconds(style, layer, tokens, replace(cluster, gpus=1))))
         faster = ranks > 1 and sum(row[3] for row in rows) < sum(row[4] for row in rows)
         for style, layer, sent, seconds, alone in rows:
             found.append(LayerPlan(layer, f"Sparse{style.capitalize()}" if faster else "one GPU", sent, seconds, alone))

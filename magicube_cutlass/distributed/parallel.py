@@ -302,7 +302,8 @@ class SparseColwise(_OfSparse, _Colwise):
         Return a tensor; else a DTensor.
     chunks : int, default 1
         1: one product behind the all-gather. More: the product of this rank's own tokens runs beside the all-gather of
-        the others, which has ``chunks - 1`` messages with products of their own.
+        the others, which has ``chunks - 1`` messages with products of their own; one on a GPU. GPUs of one host always
+        multiply their own tokens first, beside copies of the others'.
 
     Raises
     ------

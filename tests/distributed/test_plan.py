@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from magicube_cutlass.distributed.cost_model import (
     CLUSTERS,
     LinearShape,
     cluster_of,
+    layer_seconds,
     plan_layers,
     product_seconds,
     traffic,
@@ -32,6 +34,30 @@ def test_times_of_one_gpu_are_near_the_measured_ones() -> None:
                 ratios.append(1e6 * product_seconds(layer, n, 1, CLUSTERS[2]) / each["us"])
     ratios.sort()
     assert len(ratios) == 64 and ratios[0] > 1 / 1.7 and ratios[-1] < 1.7 and 0.9 < ratios[32] < 1.1
+
+
+@pytest.mark.parametrize("gpus", [2, 4])
+def test_times_of_several_gpus_are_near_the_measured_ones(gpus: int) -> None:
+    found = json.loads((ROOT / "benchmarks" / "results" / f"distributed_nccl_{gpus}.json").read_text())["results"]
+    ratios: dict[int, list[float]] = {}
+    for row in found:
+        case = row["case"]
+        if row["group"] not in ("spmm", "mlp") or "ms of a graph" not in row or "floats" in case:
+            continue
+        options: dict[str, Any] = {"cut_tokens": "cut" in case, "static": "static" in case}
+        if row["group"] == "spmm":
+            out, inner, tokens = map(int, row["shape"].split(" x "))
+            layers = [("colwise", LinearShape("", out, inner, 0.1))]
+        else:
+            tokens, width, hidden = map(int, row["shape"].split(" x "))
+            density = {"0.8": 0.2, "0.9": 0.1}.get(case[:3], 1.0)
+            layers = [("colwise", LinearShape("", hidden, width, density)),
+                      ("rowwise", LinearShape("", width, hidden, density))]  # fmt: skip
+            options["reduce"] = "exact" if "exact" in case else "bfloat16"
+        seconds = sum(layer_seconds(style, layer, tokens, cluster_of(gpus), **options) for style, layer in layers)
+        ratios.setdefault(tokens, []).append(1e3 * seconds / row["ms of a graph"])
+    assert len(ratios[8192]) == 18 and min(ratios[8192]) > 0.69 and max(ratios[8192]) < 1.3
+    assert min(ratios[256]) > 0.45 and max(ratios[256]) < 1.1
 
 
 def test_int8_is_half_of_bfloat16_and_a_quarter_of_int32() -> None:
@@ -57,6 +83,10 @@ def test_one_gpu_is_better_for_few_tokens_and_slow_links() -> None:
     assert hosts > host
     few = plan_layers(layers, 256, cluster_of(2), "int8")  # the host takes longer than two GPUs save
     assert {each.style for each in few} == {"one GPU"} and few[0].seconds == cluster_of(2).host
+    graphs = plan_layers(layers, 8192, cluster_of(2), "bfloat16", graphs=True)
+    eager = plan_layers(layers, 8192, cluster_of(2), "bfloat16")
+    assert all(a.seconds <= b.seconds and a.bytes == b.bytes for a, b in zip(graphs, eager, strict=True))
+    assert plan_layers(layers, 256, cluster_of(2), "int8", graphs=True)[0].seconds < cluster_of(2).host
 
 
 def test_the_command_plans_a_file(tmp_path: Path) -> None:
