@@ -133,7 +133,7 @@ class LayerPart(ABC):
             return None
         if not rows.is_contiguous() or rows.data_ptr() % ALIGNMENT:
             rows = rows.clone(memory_format=torch.contiguous_format)  # so that all ranks choose alike
-        key = mesh.get_group().group_name, rows.shape, rows.dtype, act_scale is None
+        key = mesh.get_group(), rows.shape, rows.dtype, act_scale is None
         if key not in self._cuts:
             self._cuts[key] = self._cut_tokens(rows, act_scale, mesh)
         cut = self._cuts[key]

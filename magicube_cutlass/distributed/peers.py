@@ -10,6 +10,7 @@ import os
 import socket
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 _SWITCH = "MAGICUBE_PEERS"
-_found: dict[str, Peers | None] = {}  # by the name of a group
+_PATIENCE_MS = 600_000  # that a GPU waits for the others before its kernel fails: as long as NCCL does by default
+# By group, not by its name: another one may follow it.
+_found: WeakKeyDictionary[Any, Peers | None] = WeakKeyDictionary()
 
 
 def peers_of(mesh: DeviceMesh) -> Peers | None:
@@ -25,15 +28,16 @@ def peers_of(mesh: DeviceMesh) -> Peers | None:
 
     The first call of a group exchanges the ranks' hosts. ``MAGICUBE_PEERS=0`` on all ranks: None.
     """
+    if mesh.device_type != "cuda":
+        return None
     group = mesh.get_group()
-    name = group.group_name
-    if name not in _found:
-        _found[name] = Peers(mesh) if _is_one_host(mesh, group) else None
-    return _found[name]
+    if group not in _found:
+        _found[group] = Peers(mesh) if _is_one_host(mesh, group) else None
+    return _found[group]
 
 
 def _is_one_host(mesh: DeviceMesh, group: Any) -> bool:
-    if mesh.device_type != "cuda" or mesh.size() == 1 or os.environ.get(_SWITCH) == "0":
+    if mesh.size() == 1 or os.environ.get(_SWITCH) == "0":
         return False
     if dist.get_backend(group) != "nccl":
         return False
@@ -55,7 +59,7 @@ class Peers:
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.rank, self.ranks = mesh.get_local_rank(), mesh.size()
-        self._group = mesh.get_group()
+        self._group = mesh.get_group().group_name
         self._memory: dict[str, list[tuple[list[Tensor], Any]]] = {}  # by use, in the order of their sizes
         self._beside = torch.cuda.Stream()
 
@@ -91,14 +95,14 @@ class Peers:
             Barriers of that memory.
         """
         own, here = parts[self.rank], torch.cuda.current_stream()
-        handle.barrier(channel=0)  # all have written
+        handle.barrier(0, _PATIENCE_MS)  # all have written
         self._beside.wait_stream(here)
         with torch.cuda.stream(self._beside):
             for step in range(1, self.ranks):
                 other = (self.rank + step) % self.ranks
                 for to, source in zip(own, parts[other], strict=True):
                     to[other].copy_(source[other])
-            handle.barrier(channel=1)  # all have read, and may write again
+            handle.barrier(1, _PATIENCE_MS)  # all have read, and may write again
 
         def finish() -> None:
             here.wait_stream(self._beside)
@@ -141,12 +145,12 @@ class Peers:
         written = write(own)
         if written.data_ptr() != own.data_ptr():
             own.copy_(written)
-        handle.barrier(channel=0)
+        handle.barrier(0, _PATIENCE_MS)
         if scatters:
             every = [each.view(self.ranks, -1, size[1])[self.rank] for each in every]
         turn = every[self.rank :] + every[: self.rank]
         total = combine(turn[0], turn[1])
         for each in turn[2:]:
             combine(total, each, out=total)
-        handle.barrier(channel=1)
+        handle.barrier(1, _PATIENCE_MS)
         return total

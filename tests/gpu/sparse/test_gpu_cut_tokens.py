@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -63,8 +62,8 @@ class _Mesh:
     def get_local_rank(self) -> int:
         return self.rank
 
-    def get_group(self) -> Any:
-        return SimpleNamespace(group_name=f"of two, {self.rank}")
+    def get_group(self) -> str:
+        return f"of two, {self.rank}"
 
 
 @pytest.mark.parametrize("static", [False, True])
@@ -102,9 +101,9 @@ def test_tokens_of_all_ranks_are_multiplied_where_an_all_gather_leaves_them(
         assert found is not None and torch.equal(found, expected)
     by = torch.full((tokens, 1), 0.05, device="cuda")
     wanted = part.multiply(quantize_by_scale(own, by, 8), torch.bfloat16, None)
-    out = torch.zeros_like(wanted)
+    into = torch.zeros_like(wanted)
     assert torch.equal(part.multiply_floats(own, by, 8, torch.bfloat16), wanted)
-    assert part.multiply_floats(own, by, 8, torch.bfloat16, None, out) is not None and torch.equal(out, wanted)
+    assert part.multiply_floats(own, by, 8, torch.bfloat16, None, into) is not None and torch.equal(into, wanted)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)

@@ -1,0 +1,109 @@
+"""Sums and gathers in memory that ranks map, without GPUs: tensors that stand for the memory of three ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from magicube_cutlass.distributed import cut_tokens
+from magicube_cutlass.distributed.cut_tokens import CutTokens
+from magicube_cutlass.distributed.peers import Peers
+
+RANKS = 3
+
+
+class Handle:
+    """Counts barriers by channel."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def barrier(self, channel: int, timeout_ms: int) -> None:
+        assert timeout_ms > 0
+        self.seen.append(channel)
+
+
+class Mesh:
+    """A mesh of three ranks, of which this process is one."""
+
+    device_type = "cuda"
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def size(self) -> int:
+        return RANKS
+
+    def get_local_rank(self) -> int:
+        return self.rank
+
+
+def peers_on(rank: int, memory: list[Tensor], handle: Handle, monkeypatch: pytest.MonkeyPatch) -> Peers:
+    peers = Peers.__new__(Peers)
+    peers.rank, peers.ranks = rank, RANKS
+    monkeypatch.setattr(peers, "memory", lambda use, size: (memory, handle) if size <= memory[0].numel() else None)
+    return peers
+
+
+@pytest.mark.parametrize("scatters", [False, True])
+@pytest.mark.parametrize("rank", range(RANKS))
+def test_tensors_of_all_ranks_are_combined(rank: int, scatters: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    size, generator = torch.Size((6, 5)), torch.Generator().manual_seed(0)
+    matrices = [torch.randn(size, generator=generator) for _ in range(RANKS)]
+    memory, handle = [torch.zeros(1000, dtype=torch.int8) for _ in range(RANKS)], Handle()
+    for each, matrix in zip(memory, matrices, strict=True):
+        each[:120].view(torch.float32).view(size).copy_(matrix)
+    memory[rank].zero_()  # written by the call
+    peers = peers_on(rank, memory, handle, monkeypatch)
+    mine = slice(2 * rank, 2 * rank + 2) if scatters else slice(None)
+    for combine, expected in ((torch.add, sum(matrices)), (torch.maximum, torch.stack(matrices).amax(0))):
+        for write in (lambda out: out.copy_(matrices[rank]), lambda _: matrices[rank]):
+            found = peers.reduce("a use", size, torch.float32, write, combine, scatters)
+            assert found is not None and torch.allclose(found, expected[mine], rtol=1e-6, atol=1e-6)  # type: ignore[index]
+    assert handle.seen == [0, 1] * 4
+    assert torch.equal(memory[rank][:120].view(torch.float32).view(size), matrices[rank])
+
+
+def test_what_does_not_fit_is_left_to_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
+    handle, memory = Handle(), [torch.zeros(64, dtype=torch.int8) for _ in range(RANKS)]
+    peers = peers_on(0, memory, handle, monkeypatch)
+    for size, scatters in (((4, 1), True), ((0, 3), False), ((6, 5), False)):  # uneven; empty; too large
+        assert peers.reduce("", torch.Size(size), torch.float32, torch.zeros_like, torch.add, scatters) is None
+    assert not handle.seen
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_cut_tokens_lie_where_the_other_ranks_read_them(scaled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens, inner, rank, handle = 16, 40, 1, Handle()
+    memory = [torch.zeros(1 << 12, dtype=torch.int8) for _ in range(RANKS)]
+    peers, seen = peers_on(rank, memory, handle, monkeypatch), list[list[list[Tensor]]]()
+    monkeypatch.setattr(peers, "gather", lambda parts, _: seen.append(parts) or (lambda: None))
+    monkeypatch.setattr(cut_tokens, "peers_of", lambda _: peers)
+    mesh: Any = Mesh(rank)
+    cut = CutTokens(torch.Size((inner, tokens)), tokens, torch.device("cpu"), scaled, mesh)
+    data, scale, start = cut.memory()
+    assert cut.by_copies and data.shape == (RANKS, inner, tokens) and (scale is None) == (not scaled)
+    data[rank] = 7
+    if scale is not None:
+        assert scale.shape == (RANKS, tokens, 1) and scale.dtype == torch.float32
+        scale[rank] = 0.5
+    start()
+    own = seen[0][rank]
+    assert len(seen[0]) == RANKS and len(own) == 1 + scaled and own[-1].data_ptr() == data.data_ptr()
+    for other, parts in enumerate(seen[0]):  # the same places in the memory of each rank
+        for mine, theirs in zip(own, parts, strict=True):
+            assert mine.data_ptr() - memory[rank].data_ptr() == theirs.data_ptr() - memory[other].data_ptr()
+            assert mine.shape == theirs.shape
+    assert int(memory[rank].view(torch.uint8).ne(0).sum()) == inner * tokens + (tokens if scaled else 0)
+
+
+def test_without_such_memory_tokens_go_to_new_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cut_tokens, "peers_of", lambda _: None)
+    mesh: Any = Mesh(0)
+    cut = CutTokens(torch.Size((4, 16)), 16, torch.device("cpu"), True, mesh)
+    first, second = cut.memory(), cut.memory()
+    assert not cut.by_copies and first[0].data_ptr() != second[0].data_ptr()
+    assert first[0].shape == (RANKS, 4, 16) and first[1] is not None and first[1].shape == (RANKS, 16, 1)
