@@ -56,6 +56,7 @@ _KERNELS: dict[str, set[str]] = {
     "sddmm": {"layout", "jit", "atoms", "dtypes", "machine", "operands", "sparse_config"},
     "attention": {"spmm", "layout", "convert", "jit", "atoms", "dtypes", "integers", "machine", "operands"},
     "estimate": {"convert", "jit", "dtypes", "operands"},
+    "ranks": {"jit", "dtypes", "operands"},
 }
 _KERNELS["catalog"] = set(_KERNELS)
 # Each may import those before it.

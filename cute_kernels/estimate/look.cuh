@@ -12,8 +12,8 @@
 // are three or two digits more; probes and V_j as packed by look_pack.cuh. What is rounded off, and the products of the last digits,
 // which are left out, is bounded: for a row of A of scale s by beta[r] sum |x| + s G[r], where beta and G are numbers of look_pack.cuh.
 //
-// sm_80 and later; bound by the split into digits. Work: a CTA of 8 warps takes 32 rows; four warps share 16 rows and take steps of 32
-// columns in turn. Pipeline: the next step's elements are loaded to registers before a step is added. Sums of a warp are int32, for up
+// sm_80 and later; bound by the split into digits. Work: a CTA of 8 warps takes 32 or 16 rows; kShare warps, four or all, share 16 rows
+// and take steps of 32 columns in turn. Pipeline: the next step's elements are loaded to registers before a step is added. Sums of a warp are int32, for up
 // to 65536 columns; then float64.
 // look_left: the last CTA adds the records of all CTAs in their order, bounds both errors, and picks the product to run.
 #pragma once
@@ -25,8 +25,8 @@
 namespace magicube {
 
 constexpr int kLookWarps = 8, kLookThreads = 32 * kLookWarps;
-constexpr int kTileRows = 16, kShare = 4, kLookRows = kLookWarps / kShare * kTileRows;  // rows of a warp; warps of a tile
-constexpr int kOwnRows = 2, kRun = 4, kRuns = 2;                                        // rows, columns per run, runs of a lane
+constexpr int kTileRows = 16;                     // rows of a warp
+constexpr int kOwnRows = 2, kRun = 4, kRuns = 2;  // rows, columns per run, runs of a lane
 constexpr int kPitch = kTileRows + 1;
 constexpr int kTriangle = kProbes * (kProbes + 1) / 2;
 // A record: both Gram matrices by their upper triangles, ||A V_0||^2, the squares of both bounds, scales out of range.
@@ -46,6 +46,7 @@ using LookScratch = double[kLookWarps][kProbes][kPitch];
 template <class C>
 struct Look {
   static constexpr int kPlanes = C::kPlanes, kTail = tail_of(kPlanes);
+  static constexpr int kShare = C::kShare, kTiles = kLookWarps / kShare, kRows = kTiles * kTileRows;  // warps of a tile; of a CTA
   static constexpr int kFine = C::kLeft ? left_fine(kPlanes) : right_fine(kPlanes), kRestBytes = C::kLeft ? 2 : 3;
   static constexpr int kBytes = kPlanes + kRestBytes;                        // of an element
   static constexpr int kPacked = C::kLeft ? kVectorDigits * (kPlanes + 1) : kProbeDigits;  // digits of the vectors
@@ -54,9 +55,9 @@ struct Look {
 
   using Values = float[kOwnRows][kRuns][kRun];
   using Accumulators = uint32_t[kSumsOf][2][4];  // (sum, probes / 8, fragment)
-  // A thread's sums over all columns: entries threadIdx.x and threadIdx.x + 256 of (row, probe); sums of |x| in the first 32.
+  // A thread's sums over all columns: entry threadIdx.x of (row, probe) of each tile; sums of |x| in the first kRows.
   struct Totals {
-    double of[kOutputs][kOwnRows], size;
+    double of[kOutputs][kTiles], size;
   };
 
   // Row of the tile: the i-th of the lanes of group g.
@@ -226,7 +227,7 @@ struct Look {
       }
       __syncthreads();
       CUTE_UNROLL
-      for (int e = 0; e < kOwnRows; ++e) {  // entry e: row threadIdx.x / 16 of tile e
+      for (int e = 0; e < kTiles; ++e) {  // entry e: row threadIdx.x / 16 of tile e
         CUTE_UNROLL
         for (int w = 0; w < kShare; ++w) totals.of[o][e] += scratch[kShare * e + w][threadIdx.x % kProbes][threadIdx.x / kProbes];
       }
@@ -241,7 +242,7 @@ struct Look {
         if (t == 0) scratch[warp][0][own_row(g, i)] = sum;
       }
       __syncthreads();
-      for (int w = 0; w < kShare; ++w) totals.size += scratch[kShare * (lane / kTileRows) + w][0][lane % kTileRows];
+      for (int w = 0; w < kShare; ++w) totals.size += scratch[kShare * (lane % kRows / kTileRows) + w][0][lane % kTileRows];
       __syncthreads();
     }
     return totals;
@@ -314,14 +315,14 @@ look_right(const float* x, int64_t pitch, int64_t rows, int64_t columns, int64_t
   pdl_wait();
   using L = Look<C>;
   __shared__ LookScratch scratch;
-  const int64_t corner = int64_t{blockIdx.x} * kLookRows;
+  const int64_t corner = int64_t{blockIdx.x} * L::kRows;
   const DigitRule rule{0.0f, radix, {ahead0, ahead1}, false};
   const auto totals = L::run({x, pitch, rows, columns, vector != 0}, w, nullptr, units, rule, corner, scratch);
   const double unit = numbers[0] * 65536.0;
   CUTE_UNROLL
   for (int j = 0; j <= C::kPlanes; ++j) {
     CUTE_UNROLL
-    for (int e = 0; e < kOwnRows; ++e) {
+    for (int e = 0; e < L::kTiles; ++e) {
       const int64_t row = corner + kTileRows * e + threadIdx.x / kProbes;
       const float value = float(totals.of[j][e] * unit);
       y[(j * y_pitch + row) * kProbes + threadIdx.x % kProbes] = value;
@@ -418,7 +419,7 @@ look_left(const float* x, int64_t pitch, int64_t rows, int64_t columns, int64_t 
           double* parts, double* record, int* gate, uint32_t* ticket) {
   pdl_wait();
   using L = Look<C>;
-  using Values = double[kProbes][kLookRows + 1];
+  using Values = double[kProbes][L::kRows + 1];
   static_assert(sizeof(Values) <= sizeof(LookScratch), "the scratch holds them");
   static_assert((kRecord + 3 * kProbes * kProbes) * 8 <= sizeof(LookScratch), "the scratch holds the sums and two matrices");
   __shared__ LookScratch scratch;
@@ -428,22 +429,27 @@ look_left(const float* x, int64_t pitch, int64_t rows, int64_t columns, int64_t 
   const DigitRule rule{0.0f, radix, {ahead0, ahead1}, false};
   const int i = threadIdx.x / kProbes, j = threadIdx.x % kProbes, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   double gram[2] = {}, more[4] = {};
-  for (int64_t corner = int64_t{blockIdx.x} * kLookRows; corner < rows; corner += int64_t{gridDim.x} * kLookRows) {
+  for (int64_t corner = int64_t{blockIdx.x} * L::kRows; corner < rows; corner += int64_t{gridDim.x} * L::kRows) {
     const auto totals = L::run({x, pitch, rows, columns, vector != 0}, v, scales, nullptr, rule, corner, scratch);
     const auto unit_of = [&](int row) { return corner + row < rows ? __ldg(scales + corner + row) * numbers[0] : 0.0; };
-    const double unit[kOwnRows] = {unit_of(i), unit_of(i + kTileRows)};  // entry e is row i + 16 e, probe j
+    double unit[L::kTiles];  // entry e is row i + 16 e, probe j
+    CUTE_UNROLL
+    for (int e = 0; e < L::kTiles; ++e) unit[e] = unit_of(i + kTileRows * e);
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
       CUTE_UNROLL
-      for (int e = 0; e < kOwnRows; ++e) values[j][i + kTileRows * e] = totals.of[r][e] * unit[e];
+      for (int e = 0; e < L::kTiles; ++e) values[j][i + kTileRows * e] = totals.of[r][e] * unit[e];
       __syncthreads();
-      for (int row = 0; row < kLookRows; ++row) gram[r] += values[i][row] * values[j][row];
+      for (int row = 0; row < L::kRows; ++row) gram[r] += values[i][row] * values[j][row];
       __syncthreads();
-      if (threadIdx.x < kLookRows && totals.size > 0.0) {
+      if (threadIdx.x < L::kRows && totals.size > 0.0) {
         const double bound = numbers[1 + r] * totals.size + numbers[3 + r] * __ldg(scales + corner + lane);
         more[1 + r] += bound * bound;
       }
-      const double product = totals.of[2][r] * unit[r];
+    }
+    CUTE_UNROLL
+    for (int e = 0; e < L::kTiles; ++e) {
+      const double product = totals.of[2][e] * unit[e];
       more[0] += product * product;
     }
   }

@@ -31,7 +31,7 @@ FACTORS = 1025  # of shares 0/1024 to 1024/1024
 RECORD = 2 * 136 + 4  # float64 sums of a CTA
 MOST_COLUMNS = 65536  # that the sums of a pass add up
 LARGEST_SCALE = 2.0**24
-_ROWS, _WARPS, _STEP = 32, 8, 32  # as in look.cuh
+_TILE, _WARPS, _STEP = 16, 8, 32  # as in look.cuh
 _DIGITS = 3  # of probes and of vectors
 _PACK_THREADS = 256
 
@@ -49,6 +49,8 @@ class LookConfig(KernelConfig):
         Digits per element, 2 or 3; 0 for ``"look_probes"``.
     transposed : bool
         Whether the matrix of a pass is column-major.
+    share : int
+        Warps of a pass that have 16 rows in common: 4, or 8, which has not run on a GPU, for twice as many CTAs.
 
     Examples
     --------
@@ -59,6 +61,12 @@ class LookConfig(KernelConfig):
     kernel: str
     planes: int = 0
     transposed: bool = False
+    share: int = 4
+
+    @property
+    def rows(self) -> int:
+        """Rows of a CTA of a pass."""
+        return _WARPS // self.share * _TILE
 
     @property
     def is_pass(self) -> bool:
@@ -73,7 +81,7 @@ class LookConfig(KernelConfig):
     @property
     def name(self) -> str:
         """Short name, unique among the configs."""
-        return f"{self.kernel}-p{self.planes}{'t' if self.transposed else ''}"
+        return f"{self.kernel}-p{self.planes}{'t' if self.transposed else ''}{'s8' if self.share == 8 else ''}"
 
     @property
     def kernel_header(self) -> str:
@@ -84,7 +92,12 @@ class LookConfig(KernelConfig):
         return self.kernel
 
     def _constants(self) -> dict[str, object]:
-        return {"kLeft": self.kernel == "look_left", "kPlanes": self.planes, "kTransposed": self.transposed}
+        return {
+            "kLeft": self.kernel == "look_left",
+            "kPlanes": self.planes,
+            "kTransposed": self.transposed,
+            "kShare": self.share,
+        }
 
 
 class LookVectors(NamedTuple):
@@ -135,7 +148,7 @@ class LookLimits:
 
 def padded_length(count: int) -> int:
     """Return the length of vectors in memory: `count` rounded up to a multiple of 32."""
-    return -(-count // _ROWS) * _ROWS
+    return -(-count // _STEP) * _STEP
 
 
 def underflow(m: int, k: int, n: int) -> float:
@@ -153,7 +166,7 @@ def state_for(device: torch.device, gate_size: int) -> LookState:
     )
 
 
-def look_right(b: Tensor, probes: LookProbes, scale: Tensor, planes: int, bits: int = 8) -> LookVectors:
+def look_right(b: Tensor, probes: LookProbes, scale: Tensor, planes: int, bits: int = 8, share: int = 4) -> LookVectors:
     """Return the pass over B; three launches that do not wait for the GPU.
 
     Parameters
@@ -168,6 +181,8 @@ def look_right(b: Tensor, probes: LookProbes, scale: Tensor, planes: int, bits: 
         Digits per element, 2 or 3.
     bits : int, default 8
         Bits per digit.
+    share : int, default 4
+        As of :class:`LookConfig`.
 
     Returns
     -------
@@ -194,8 +209,9 @@ def look_right(b: Tensor, probes: LookProbes, scale: Tensor, planes: int, bits: 
             ),
             pdl=True,
         )  # fmt: skip
-        get_kernel(LookConfig("look_right", planes, transposed)).launch(
-            (height // _ROWS, 1, 1),
+        config = LookConfig("look_right", planes, transposed, share)
+        get_kernel(config).launch(
+            (height // config.rows, 1, 1),
             (
                 *matrix, packed.data_ptr(), units.data_ptr(), probe_numbers.data_ptr(),
                 *_rule_arguments(planes, bits), vectors.data_ptr(), norms.data_ptr(), height,
@@ -221,6 +237,7 @@ def look_left(
     limits: LookLimits,
     state: LookState,
     bits: int = 8,
+    share: int = 4,
 ) -> None:
     """Bound both errors and pick the product to run; one launch that does not wait for the GPU.
 
@@ -244,6 +261,8 @@ def look_left(
         Written.
     bits : int, default 8
         Bits per digit.
+    share : int, default 4
+        As of :class:`LookConfig`.
     """
     planes = right.packed.shape[1] - 1
     transposed, matrix = _matrix_arguments(a)
@@ -251,8 +270,9 @@ def look_left(
     n = other_scale.numel()
     numbers = (underflow(m, k, n), *limits.product_rounding, limits.tol / (1 + limits.tol))
     with device_of(a):
-        get_kernel(LookConfig("look_left", planes, transposed)).launch(
-            (min(-(-m // _ROWS), num_sms(a.device.index)), 1, 1),
+        config = LookConfig("look_left", planes, transposed, share)
+        get_kernel(config).launch(
+            (min(-(-m // config.rows), num_sms(a.device.index)), 1, 1),
             (
                 *matrix, right.packed.data_ptr(), right.numbers.data_ptr(), scale.data_ptr(),
                 *_rule_arguments(planes, bits), other_scale.data_ptr(), n, *map(np.float32, limits.scales),

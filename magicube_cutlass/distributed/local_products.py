@@ -56,6 +56,7 @@ def _addresses(*tensors: Tensor | None) -> tuple[int, ...]:
 class LayerPart(ABC):
     """Rows or columns of a weight (out, in) as integers; tokens and products are rows."""
 
+    sums_are_columns = False  # in memory, (out, tokens)
     bounds: tuple[int, ...]  # cuts of the outputs or inputs
     scale: Tensor | None  # (out, 1)
     shape: tuple[int, int]  # of this part
@@ -91,7 +92,7 @@ class LayerPart(ABC):
     def _multiply(self, x: Slices, dtype: torch.dtype, bias: Tensor | None, out: Tensor | None) -> Tensor: ...
 
     @abstractmethod
-    def _sums(self, x: Slices, dtype: torch.dtype) -> Tensor: ...
+    def _sums(self, x: Slices, dtype: torch.dtype, out: Tensor | None = None) -> Tensor: ...
 
     def check_input(self, x: Tensor) -> None:
         """Raise `ValueError` unless `x` has the inputs of this part."""
@@ -176,12 +177,15 @@ class LayerPart(ABC):
         rows = data.view(-1, self.shape[1])  # (ranks tokens, K)
         self._multiply(Slices(rows, scale, 8), out.dtype, bias, out.view(-1, self.shape[0]))
 
-    def sums(self, x: Slices, inner: int) -> Tensor:
-        """Return the unscaled sums (tokens, out) of this part of `inner` inputs."""
+    def sums(self, x: Slices, inner: int, out: Tensor | None = None) -> Tensor:
+        """Return the unscaled sums (tokens, out) of this part of `inner` inputs; `out`: where to, on a GPU.
+
+        `out` is of the memory order that :attr:`sums_are_columns` tells.
+        """
         dtype = sum_dtype(inner, 8, x.bits)
         if not (x.data.numel() and self.shape[0]):
             return torch.zeros(x.data.shape[0], self.shape[0], dtype=dtype, device=x.data.device)
-        return self._sums(x, dtype)
+        return self._sums(x, dtype, out)
 
     def scale_sums(self, sums: Tensor, act_scale: Tensor | None, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Return complete sums (tokens, out) scaled as the kernels of one process do it."""
@@ -214,6 +218,8 @@ def _serves(rows: Tensor, scale: Tensor | None) -> bool:
 
 class SparsePart(LayerPart):
     """Of a sparse weight."""
+
+    sums_are_columns = True
 
     def __init__(self, matrix: SRBCRS | BCRS, bounds: tuple[int, ...]) -> None:
         super().__init__()
@@ -298,8 +304,9 @@ class SparsePart(LayerPart):
         found = multiply_columns(self.matrix, data, scale, out.dtype, bias, out.view(-1, self.shape[0]))
         assert found is not None  # the operands are of the kernels' kind
 
-    def _sums(self, x: Slices, dtype: torch.dtype) -> Tensor:
-        return early_spmm(self.plain, x._replace(scale=None).operand().mT, dtype).mT
+    def _sums(self, x: Slices, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+        into = None if out is None else out.mT
+        return early_spmm(self.plain, x._replace(scale=None).operand().mT, dtype, out=into).mT
 
 
 class DensePart(LayerPart):
@@ -357,7 +364,9 @@ class DensePart(LayerPart):
         )  # fmt: skip
         return found
 
-    def _sums(self, x: Slices, dtype: torch.dtype) -> Tensor:
+    def _sums(self, x: Slices, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+        if out is not None:
+            return gemm(x.data, self.data.mT, out_dtype=dtype, out=out)
         run: Any = _int8_sums if torch.compiler.is_compiling() else _gemm
         found: Tensor = run(x.data, self.data, dtype)
         return found

@@ -30,6 +30,7 @@ from magicube_cutlass.distributed.peers import peers_of
 from magicube_cutlass.distributed.sharded import shard
 from magicube_cutlass.distributed.sharded_linear import ShardedLinear, become
 from magicube_cutlass.distributed.slices import (
+    Slices,
     as_dtensor,
     is_eager_on_gpu,
     largest,
@@ -37,6 +38,7 @@ from magicube_cutlass.distributed.slices import (
     scatter_tokens,
     slice_scale,
     start_slices,
+    sum_dtype,
     sum_of_int8,
 )
 from magicube_cutlass.nn.dense.linear import QuantLinear
@@ -183,6 +185,7 @@ class _Colwise(_Style):
 
 class _Rowwise(_Style):
     rowwise = True
+    sums_by_kernel = False  # exact sums of ranks of one host by a kernel that has not run on GPUs
 
     def __init__(
         self,
@@ -219,6 +222,10 @@ class _Rowwise(_Style):
         if self.reduce == "exact":
             ints = layer.quantize(rows, top)
             scale = ints.scale  # (tokens, 1) or ()
+            if self.sums_by_kernel and scatters:
+                found = self._scaled_sums(layer, ints, dtype)
+                if found is not None:
+                    return found.view(-1, *tokens[1:], part.shape[0])
             sums = part.sums(ints, part.bounds[-1])  # (tokens, out), of this rank's inputs
         else:
             by = layer.act_scale.reshape(()) if top is None else slice_scale(top, layer.act_bits)  # type: ignore[union-attr]
@@ -246,6 +253,23 @@ class _Rowwise(_Style):
         else:
             y = plus(total, layer.bias_value, dtype)
         return y.reshape(-1, *tokens[1:], y.shape[-1])
+
+    def _scaled_sums(self, layer: ShardedLinear, ints: Slices, dtype: torch.dtype) -> Tensor | None:
+        """Exact sums of this rank's tokens, read from the memory of all ranks and scaled; None without such memory."""
+        part, mesh, size = layer.part, layer.mesh, torch.Size((ints.data.shape[0], layer.part.shape[0]))
+        peers = peers_of(mesh) if is_eager_on_gpu(ints.data) and dtype != torch.float64 else None
+        if peers is None or size[0] % mesh.size() or sum_dtype(part.bounds[-1], 8, ints.bits) != torch.int32:
+            return None
+        of_token, of_output = ints.scale, None if part.scale is None else part.scale.mT
+        if of_token is not None and of_token.ndim:
+            rows = size[0] // mesh.size()
+            of_token = of_token[mesh.get_local_rank() * rows :][:rows]
+        scales = (
+            (of_output, of_token) if part.sums_are_columns else (of_token, of_output)
+        )  # by outputs, or tokens, first
+        bias = None if layer.bias_value is None else layer.bias_value.float()
+        write = partial(part.sums, ints, part.bounds[-1])
+        return peers.scaled_sums(size, part.sums_are_columns, write, scales, bias, dtype)
 
 
 class _OfSparse(_Style):

@@ -109,6 +109,53 @@ class Peers:
 
         return finish
 
+    def scaled_sums(
+        self,
+        size: torch.Size,
+        columns: bool,
+        write: Callable[[Tensor], Tensor],
+        scales: tuple[Tensor | None, Tensor | None],
+        bias: Tensor | None,
+        dtype: torch.dtype,
+    ) -> Tensor | None:
+        """Return this rank's rows, (N / ranks, M), of exact sums of int32 matrices of all ranks, scaled in one launch.
+
+        Not the default, since it has not run on GPUs. None where there is no memory, or the rows cannot be divided
+        evenly.
+
+        Parameters
+        ----------
+        size : torch.Size
+            Of each rank's matrix, (N, M).
+        columns : bool
+            It lies in memory as (M, N).
+        write : callable
+            Writes this rank's to memory that it is given.
+        scales : tuple
+            Of this rank's rows, as for :func:`cute_kernels.ranks.scaled_sums.scaled_sums`.
+        bias : Tensor, shape (M,), optional
+            float32.
+        dtype : torch.dtype
+            Of the result.
+        """
+        from cute_kernels.ranks.scaled_sums import MOST_RANKS, scaled_sums
+
+        fits = size.numel() and size[0] % self.ranks == 0 and self.ranks <= MOST_RANKS
+        found = self.memory("sums", 4 * size.numel()) if fits else None
+        if found is None:
+            return None
+        memory, handle = found
+        every = [each[: 4 * size.numel()].view(torch.int32) for each in memory]
+        every = [each.view(size[1], size[0]).mT if columns else each.view(size) for each in every]
+        write(every[self.rank])
+        handle.barrier(0, _PATIENCE_MS)
+        part = size[0] // self.ranks
+        own = slice(self.rank * part, (self.rank + 1) * part)
+        turn = every[self.rank :] + every[: self.rank]
+        total = scaled_sums([each[own] for each in turn], *scales, bias, dtype)
+        handle.barrier(1, _PATIENCE_MS)
+        return total
+
     def reduce(
         self,
         use: str,

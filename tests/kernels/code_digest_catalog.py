@@ -42,6 +42,7 @@ from cute_kernels.gemm.heuristics import candidates as gemm_candidates
 from cute_kernels.gemm.heuristics import choose as choose_gemm
 from cute_kernels.jit.compiler import Unit
 from cute_kernels.layout.column_order import ColumnOrderConfig
+from cute_kernels.ranks import scaled_sums
 from cute_kernels.scaled_gemm import sm100 as gemm_floats_sm100
 from cute_kernels.scaled_gemm.config import OperandFormat, ScaledGemmConfig
 from cute_kernels.scaled_gemm.config import choose as choose_float_gemm
@@ -272,10 +273,10 @@ def _quantize(arch: str) -> Iterator[Entry]:
         yield f"quantize/{lines} {x} s{bits}", QuantizeConfig(f"encode_{lines}", x, bits)
     for x, bits in (("float32", 8), ("float16", 4), ("bfloat16", 16)):
         yield f"quantize/short rows {x} s{bits}", QuantizeConfig("encode_short_rows", x, bits, steps=2)
-    for other in transpose.default_configs():
-        yield f"transpose/{8 * other.size} bits", other
+    yield from ((f"transpose/{8 * other.size} bits", other) for other in transpose.default_configs())
     for each in quantize_transposed.default_configs(arch):
         yield f"quantize/{each.name.removeprefix('quantize-encode_').replace('-', ' ', 1)}", each
+    yield from ((f"ranks/{sums.name}", sums) for sums in scaled_sums.default_configs())
     yield "quantize/rows float32 u8", QuantizeConfig("encode_rows", "float32", 8, False)
     yield "quantize/rows float16 s12 truncated", QuantizeConfig("encode_rows", "float16", 12, truncate=True)
     yield "quantize/columns float64 u4 truncated", QuantizeConfig("encode_columns", "float64", 4, False, True)

@@ -57,17 +57,18 @@ def digit_product(left: Digits, right: Digits, planes: int) -> Tensor:
     return total * left.scale.double()[:, None] * right.scale.double()
 
 
+@pytest.mark.parametrize("share", [4, 8])
 @pytest.mark.parametrize("planes", [2, 3])
 @pytest.mark.parametrize("layout", ["row", "column"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_errors_are_those_of_float64(shape: tuple[int, int, int], layout: str, planes: int) -> None:
+def test_errors_are_those_of_float64(shape: tuple[int, int, int], layout: str, planes: int, share: int) -> None:
     m, k, n = shape
     a, b, probes, memory = real(m, k, 1, layout), real(k, n, 2, layout), draw(n), state()
     left, right = digits(a, 8, planes, axis=1), digits(b, 8, planes, axis=0, transpose=True)
-    found = look.look_right(b, probes, right.scale, planes)
+    found = look.look_right(b, probes, right.scale, planes, share=share)
     exact = a.double() @ b.double()
     for _ in range(2):  # the ticket is back
-        look.look_left(a, found, left.scale, right.scale, limits_for(1e-2), memory)
+        look.look_left(a, found, left.scale, right.scale, limits_for(1e-2), memory, share=share)
         record = memory.record.tolist()
         w = probes.vectors[:n].double()
         assert record[6] == pytest.approx(float((exact @ w).norm()) / 4, rel=1e-4)

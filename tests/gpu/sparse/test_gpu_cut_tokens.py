@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.tensor import Shard
 
 import magicube_cutlass as mc
 from cute_kernels.convert.quantize_transposed import amax_rows, quantize_transposed
 from cute_kernels.jit.workspace import Kept
 from magicube_cutlass.autograd.gpu_rows import multiply_columns
 from magicube_cutlass.autograd.integer import quantized
-from magicube_cutlass.distributed import cut_tokens
+from magicube_cutlass.distributed import SparseRowwise, cut_tokens, parallel
 from magicube_cutlass.distributed.local_products import DensePart, LayerPart, SparsePart
-from magicube_cutlass.distributed.slices import quantize_by_scale
+from magicube_cutlass.distributed.peers import Peers
+from magicube_cutlass.distributed.sharded import columns_of
+from magicube_cutlass.distributed.slices import quantize_by_scale, quantize_slices
 from magicube_cutlass.quantization.quant_tensor import QuantTensor
 
 pytestmark = pytest.mark.gpu
@@ -118,3 +122,49 @@ def test_largest_magnitudes_of_rows(shape: tuple[int, int], dtype: torch.dtype) 
     wide = torch.full((shape[0], shape[1] + 1), 1e30, device="cuda").to(dtype)
     wide[:, 1:] = x
     assert torch.equal(amax_rows(wide[:, 1:]).view(torch.float32).nan_to_num(-1), expected.nan_to_num(-1))
+
+
+class _Handle:
+    """Stands for barriers."""
+
+    def barrier(self, channel: int, timeout_ms: int) -> None:
+        """Wait for nobody."""
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("kind", ["sparse", "dense"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_exact_sums_of_ranks_equal_one_process(
+    rank: int, kind: str, biased: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(rank)
+    tokens, inner, out = 96, 320, 200
+    x, half = torch.randn(tokens, inner, device="cuda", dtype=torch.bfloat16), inner // 2
+    bias, ints = torch.randn(out, device="cuda") if biased else None, quantize_slices(x, 8)
+    weight = torch.randn(out, inner) * (torch.rand(out, inner) < 0.2)
+    cuts = ((0, half), (half, inner))
+    whole: LayerPart
+    parts: list[LayerPart]
+    if kind == "sparse":
+        A = mc.SRBCRS.from_dense(weight, vector_length=8, scale="row").to("cuda")
+        whole, parts = SparsePart(A, (0, inner)), [SparsePart(columns_of(A, *cut), (0, half, inner)) for cut in cuts]
+    else:
+        found = quantized(weight.cuda(), 8, 1)
+        assert found.scale is not None
+        whole = DensePart(found.data, found.scale, (0, inner))
+        parts = [DensePart(found.data[:, a:b].contiguous(), found.scale, (0, half, inner)) for a, b in cuts]
+    expected = whole.multiply(ints, torch.bfloat16, bias)
+    memory = [torch.zeros(4 * tokens * out, dtype=torch.int8, device="cuda") for _ in parts]
+    own, other = parts[rank], parts[1 - rank]
+    theirs = memory[1 - rank].view(torch.int32)
+    theirs = theirs.view(out, tokens).mT if other.sums_are_columns else theirs.view(tokens, out)
+    other.sums(ints.inner(*cuts[1 - rank]), inner, theirs)
+    peers = Peers.__new__(Peers)
+    peers.rank, peers.ranks = rank, 2
+    monkeypatch.setattr(peers, "memory", lambda use, size: (memory, _Handle()))
+    monkeypatch.setattr(parallel, "peers_of", lambda _: peers)
+    mesh: Any = _Mesh(rank)
+    layer: Any = SimpleNamespace(part=own, mesh=mesh, bias_value=bias)
+    style = SparseRowwise(output_layouts=Shard(0))
+    summed = style._scaled_sums(layer, ints.inner(*cuts[rank]), torch.bfloat16)
+    assert summed is not None and torch.equal(summed, expected[rank * tokens // 2 :][: tokens // 2])

@@ -111,20 +111,21 @@ SHAPES = [(1, 1, 1), (33, 130, 20), (70, 17, 300), (5, 1100, 33), (129, 64, 128)
 
 
 @pytest.mark.parametrize("layout", ["row", "column", pytest.param("gaps", marks=pytest.mark.long)])
+@pytest.mark.parametrize("share", [4, 8])
 @pytest.mark.parametrize("planes", [2, 3])
-def test_the_source_is_within_its_own_bound_of_float64(planes: int, layout: str, host: HostKernels) -> None:
+def test_the_source_is_within_its_own_bound_of_float64(planes: int, share: int, layout: str, host: HostKernels) -> None:
     for i, (m, k, n) in enumerate(SHAPES):
         host.seed = i
         a, b, probes = placed(random(m, k, i), layout), placed(random(k, n, i + 9), layout), draw(n)
         left, right = digits(a, 8, planes, axis=1), digits(b, 8, planes, axis=0)
         exact = twin(a, b, probes, planes)
-        found = look.look_right(b, probes, right.scale, planes)
+        found = look.look_right(b, probes, right.scale, planes, share=share)
         largest = float(exact.vectors[0].norm())
         for j, (mine, vectors) in enumerate(zip(unpacked(found, k), exact.vectors, strict=True)):
             assert float((mine - vectors).norm()) <= 1e-5 * float(vectors.norm()) + 1e-6 * 2.0 ** (-8 * j) * largest
         assert not found.packed.view(torch.int8).reshape(-1, planes + 1, 3, 512)[-(-k // 32) :].any()
         memory = state()
-        look.look_left(a, found, left.scale, right.scale, limits_for(1e-2), memory)
+        look.look_left(a, found, left.scale, right.scale, limits_for(1e-2), memory, share=share)
         record = memory.record.tolist()
         assert int(memory.ticket) == 0 and record[7] == 0.0
         assert record[6] == pytest.approx(float(exact.size.norm()) / 4, rel=1e-4)

@@ -23,6 +23,7 @@ LOOKS = [
         for side, planes, transposed in (("left", 2, False), ("left", 3, True), ("right", 2, True), ("right", 3, False))
     ),
     *((LookConfig(f"look_{side}", 3), "sm_80") for side in ("left", "right")),
+    *((LookConfig(f"look_{side}", 2, False, 8), "sm_90a") for side in ("left", "right")),
 ]
 PACKS = [(LookConfig("look_probes"), "sm_90a"), (LookConfig("look_vectors", 3), "sm_90a")]
 GATED = [

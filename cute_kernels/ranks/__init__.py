@@ -1,0 +1,1 @@
+"""Kernels that read what other GPUs of a host hold."""
