@@ -24,9 +24,48 @@ _CLUSTERED = ("sm_90a", "sm_100a")
 _MOST_CTAS = 16  # of a cluster
 
 
+class _IntoTranspose(KernelConfig):
+    """What both kernels have in common."""
+
+    x: str
+    given: bool
+    rows: int
+
+    kernel_header = "convert/quantize_transposed.cuh"
+    shared_carveout = 100  # the product starts behind it, on the same SMs
+
+    @property
+    def threads(self) -> int:
+        return 256
+
+    @property
+    def shape(self) -> str:
+        """The numbers of the config, for its name."""
+        raise NotImplementedError
+
+    @property
+    def name(self) -> str:
+        """Short and unique among the configs."""
+        return f"quantize-{self.kernel_entry}-{self.x}{'-given' * self.given}-{self.shape}"
+
+    def _constants(self) -> dict[str, object]:
+        return {
+            "kBits": 8,
+            "kStored": 8,
+            "kSigned": True,
+            "kTruncate": False,
+            "kRows": self.rows,
+            "kThreads": self.threads,
+            "kGiven": self.given,
+        }
+
+    def _types(self) -> dict[str, str]:
+        return {"Source": OUT_TYPES[self.x]}
+
+
 @dataclass(frozen=True)
-class TransposedConfig(KernelConfig):
-    """Config of the kernel.
+class TransposedConfig(_IntoTranspose):
+    """Config of the kernel for few rows.
 
     Parameters
     ----------
@@ -50,38 +89,18 @@ class TransposedConfig(KernelConfig):
     rows: int = 4
     run: int = 1
 
-    kernel_header = "convert/quantize_transposed.cuh"
     kernel_entry = "encode_transposed"
-    shared_carveout = 100  # the product starts behind it, on the same SMs
 
     @property
-    def threads(self) -> int:
-        return 256
-
-    @property
-    def name(self) -> str:
-        """Short and unique among the configs."""
-        return f"quantize-{self.kernel_entry}-{self.x}{'-given' * self.given}-r{self.rows}c{self.run}"
+    def shape(self) -> str:
+        return f"r{self.rows}c{self.run}"
 
     def _constants(self) -> dict[str, object]:
-        return {
-            "kBits": 8,
-            "kStored": 8,
-            "kSigned": True,
-            "kTruncate": False,
-            "kSteps": 8,
-            "kRows": self.rows,
-            "kRun": self.run,
-            "kThreads": self.threads,
-            "kGiven": self.given,
-        }
-
-    def _types(self) -> dict[str, str]:
-        return {"Source": OUT_TYPES[self.x]}
+        return super()._constants() | {"kSteps": 8, "kRun": self.run}
 
 
 @dataclass(frozen=True)
-class TurnedConfig(KernelConfig):
+class TurnedConfig(_IntoTranspose):
     """Config of the kernel for many rows, whose threads keep their entries in registers.
 
     Parameters
@@ -113,17 +132,11 @@ class TurnedConfig(KernelConfig):
     cluster: int = 1
     resident: int = 6
 
-    kernel_header = "convert/quantize_transposed.cuh"
     kernel_entry = "encode_turned"
-    shared_carveout = 100  # the product starts behind it, on the same SMs
 
     @property
     def wide_cluster(self) -> bool:
         return self.cluster > PORTABLE_CLUSTER
-
-    @property
-    def threads(self) -> int:
-        return 256
 
     @property
     def width(self) -> int:
@@ -131,27 +144,12 @@ class TurnedConfig(KernelConfig):
         return self.steps * _span(self.x)
 
     @property
-    def name(self) -> str:
-        """Short and unique among the configs."""
-        shape = f"r{self.rows}s{self.steps}c{self.cluster}x{self.resident}"
-        return f"quantize-{self.kernel_entry}-{self.x}{'-given' * self.given}-{shape}"
+    def shape(self) -> str:
+        return f"r{self.rows}s{self.steps}c{self.cluster}x{self.resident}"
 
     def _constants(self) -> dict[str, object]:
-        return {
-            "kBits": 8,
-            "kStored": 8,
-            "kSigned": True,
-            "kTruncate": False,
-            "kSteps": self.steps,
-            "kRows": self.rows,
-            "kCluster": self.cluster,
-            "kResident": self.resident,
-            "kThreads": self.threads,
-            "kGiven": self.given,
-        }
-
-    def _types(self) -> dict[str, str]:
-        return {"Source": OUT_TYPES[self.x]}
+        own = {"kSteps": self.steps, "kCluster": self.cluster, "kResident": self.resident}
+        return super()._constants() | own
 
 
 def _span(x: str) -> int:
