@@ -150,23 +150,9 @@ __device__ __forceinline__ void add_scaled(float (&accum)[kRegisters], float (&p
 template <class C>
 __device__ __forceinline__ void write_tile(const FewRows<C>& gemm, uint8_t* shared, const GemmOutput<C>& to, int column, int block,
                                            int depth, const typename FewRows<C>::Accumulators& accum) {
-  using G = FewRows<C>;
   const int lane = threadIdx.x % 32;
-  constexpr int kAll = 128 * C::kGroups;
-  warp_group::named_barrier_sync(1, kAll);  // all warps have read the pipeline
   const int own = block * kUnitRows + threadIdx.x / 32 % 4 * 16 + lane / 4;  // columns of the tile: own and own + 8
-  CUTE_UNROLL
-  for (int r = 0; r < G::kRegisters; ++r) {  // rows 2t and 2t + 1 of every eight
-    const int m = depth * C::kRows + r / 4 * 8 + lane % 4 * 2 + r % 2, n = own + r / 2 % 2 * 8;
-    reinterpret_cast<float*>(shared)[m * G::kPitch + n] = accum[r];
-  }
-  if constexpr (C::kSplit == 1) {
-    warp_group::named_barrier_sync(1, kAll);
-    write_rows(gemm, shared, to, 0, column);
-  } else {  // the CTAs of a cluster reduce: each writes a share of the rows
-    cluster::sync();
-    write_rows(gemm, shared, to, int(cluster::rank()) * (C::kRows / C::kSplit), column);
-  }
+  magicube::write_tile(gemm, shared, to, column, own, depth, lane, accum);
 }
 
 template <class C>

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from cute_kernels.few_rows.formats import FORMATS, PackedWeight, WeightFormat
-from cute_kernels.jit.codegen import OUT_TYPES, KernelConfig
+from cute_kernels.jit.codegen import OUT_TYPES
 from cute_kernels.jit.kernel import get_kernel
 from cute_kernels.jit.tma import tensor_map
+from cute_kernels.scaled_gemm.small_m import StagedConfig
 
 ROWS = (8, 16, 32, 64)  # rows of X that a kernel is compiled for
-_SMEM_BYTES = 233472  # shared memory of an SM; each CTA takes 1 KiB more than it requests
 CODE_TYPES = {"int4": "few::INT4", "e2m1": "few::E2M1Placed", "int8": "few::INT8", "e4m3": "few::E4M3Bytes",
           "e2m3": "few::E2M3Placed", "e3m2": "few::E3M2Placed"}  # fmt: skip
 SCALE_TYPES = {
@@ -24,7 +24,7 @@ SCALE_TYPES = {
 
 
 @dataclass(frozen=True)
-class FewRowsConfig(KernelConfig):
+class FewRowsConfig(StagedConfig):
     """Config of the few-rows kernel: ``D = X W^T``.
 
     Attributes
@@ -78,20 +78,6 @@ class FewRowsConfig(KernelConfig):
     def stage_bytes(self) -> int:
         """Bytes per stage: units of weights, the same k of X, and two barriers."""
         return self.units * (self.groups // self.depth * self.format.unit_bytes + self.rows * 256) + 16
-
-    @property
-    def stages(self) -> int:
-        """Pipeline stages: as many as fit shared memory, a multiple of `depth`.
-
-        The same warp groups then read a stage in each round. Others could wait for it before the previous round's
-        copies have landed. The parity is also that of the round before, which is over: the wait would return at once.
-        """
-        fitting = min(8, (_SMEM_BYTES // self.resident - 1024) // self.stage_bytes)
-        return fitting - fitting % self.depth
-
-    @property
-    def smem_bytes(self) -> int:
-        return self.stages * self.stage_bytes
 
     @property
     def name(self) -> str:

@@ -317,6 +317,26 @@ __device__ __forceinline__ void write_rows(const G& gemm, const uint8_t* shared,
   }
 }
 
+// Leave a lane's sums of rows from depth * kRows on in shared memory, columns `own` and own + 8 of the tile, then write the tile.
+template <class G, class C>
+__device__ __forceinline__ void write_tile(const G& gemm, uint8_t* shared, const GemmOutput<C>& to, int column, int own, int depth,
+                                           int lane, const typename G::Accumulators& accum) {
+  constexpr int kAll = 128 * C::kGroups;
+  warp_group::named_barrier_sync(1, kAll);  // all warps have read the pipeline
+  CUTE_UNROLL
+  for (int r = 0; r < G::kRegisters; ++r) {  // rows 2t and 2t + 1 of every eight
+    const int m = depth * C::kRows + r / 4 * 8 + lane % 4 * 2 + r % 2, n = own + r / 2 % 2 * 8;
+    reinterpret_cast<float*>(shared)[m * G::kPitch + n] = accum[r];
+  }
+  if constexpr (C::kSplit == 1) {
+    warp_group::named_barrier_sync(1, kAll);
+    write_rows(gemm, shared, to, 0, column);
+  } else {  // the CTAs of a cluster reduce: each writes a share of the rows
+    cluster::sync();
+    write_rows(gemm, shared, to, int(cluster::rank()) * (C::kRows / C::kSplit), column);
+  }
+}
+
 template <class C>
 __device__ void consumer_loop(const SmallMGemm<C>& gemm, uint8_t* shared, const BlockScales& scales, const GemmOutput<C>& to,
                                   int begin, int last, int column) {
@@ -370,20 +390,7 @@ __device__ void consumer_loop(const SmallMGemm<C>& gemm, uint8_t* shared, const 
     }
     if (lane == 0) barrier_arrive(gemm.empty(at.stage));
   }
-  constexpr int kAll = 128 * C::kGroups;
-  warp_group::named_barrier_sync(1, kAll);  // all warps have read the pipeline
-  CUTE_UNROLL
-  for (int r = 0; r < G::kRegisters; ++r) {  // rows 2t and 2t + 1 of every eight
-    const int m = depth * C::kRows + r / 4 * 8 + lane % 4 * 2 + r % 2, n = own + r / 2 % 2 * 8;
-    reinterpret_cast<float*>(shared)[m * G::kPitch + n] = accum[r];
-  }
-  if constexpr (C::kSplit == 1) {
-    warp_group::named_barrier_sync(1, kAll);
-    write_rows(gemm, shared, to, 0, column);
-  } else {  // the CTAs of a cluster reduce: each writes a share of the rows
-    cluster::sync();
-    write_rows(gemm, shared, to, int(cluster::rank()) * (C::kRows / C::kSplit), column);
-  }
+  write_tile(gemm, shared, to, column, own, depth, lane, accum);
 }
 
 template <class C>

@@ -65,8 +65,34 @@ class ReorderConfig(KernelConfig):
         return {"Format": self.format.dtype.upper(), "Scale": self.format.scale.upper() or "void"}
 
 
+class StagedConfig(KernelConfig):
+    """Config of a kernel whose warp groups take turns on stages of shared memory."""
+
+    resident: int  # CTAs per SM
+    depth: int  # warp groups that take turns
+
+    @property
+    def stage_bytes(self) -> int:
+        """Bytes per stage, with two barriers."""
+        raise NotImplementedError
+
+    @property
+    def stages(self) -> int:
+        """Pipeline stages: as many as fit shared memory, a multiple of `depth`.
+
+        The same warp groups then read a stage in each round. Others could wait for it before the previous round's
+        copies have landed. The parity is also that of the round before, which is over: the wait would return at once.
+        """
+        fitting = min(8, (_SMEM_BYTES // self.resident - 1024) // self.stage_bytes)
+        return fitting - fitting % self.depth
+
+    @property
+    def smem_bytes(self) -> int:
+        return self.stages * self.stage_bytes
+
+
 @dataclass(frozen=True)
-class SmallMConfig(KernelConfig):
+class SmallMConfig(StagedConfig):
     """Config of the small-M kernel: ``D = X W^T`` with few rows of X and packed weights W.
 
     Attributes
@@ -135,20 +161,6 @@ class SmallMConfig(KernelConfig):
             + self.rows * self.tile_k * (2 if self.uses_bfloat16 else 1)
             + 16
         )
-
-    @property
-    def stages(self) -> int:
-        """Pipeline stages: as many as fit shared memory, a multiple of `depth`.
-
-        The same warp groups then read a stage in each round. Others could wait for it before the previous round's
-        copies have landed. The parity is also that of the round before, which is over: the wait would return at once.
-        """
-        fitting = min(8, (_SMEM_BYTES // self.resident - 1024) // self.stage_bytes)
-        return fitting - fitting % self.depth
-
-    @property
-    def smem_bytes(self) -> int:
-        return self.stages * self.stage_bytes
 
     def tiles(self, n: int) -> int:
         """Return the tiles of an (M, n) output."""
