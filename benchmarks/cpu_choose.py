@@ -108,6 +108,7 @@ def main(
     out: Annotated[Path | None, typer.Option(help="Results file.")] = None,
 ) -> None:
     torch.set_num_threads(1)
+    torch.set_grad_enabled(False)  # as in inference: a layer that keeps gradients hands out its results in columns
     torch.manual_seed(0)
     rows = [run_case(kind, case, budget) for kind in ("layer", "product") for case in cases(count, seed)]
     judged = {kind: judge([row for row in rows if row["kind"] == kind]) for kind in ("layer", "product")}

@@ -32,8 +32,8 @@ from cute_kernels.spmm.heuristics import PANEL_VECTORS, SpmmKernel, candidates
 from cute_kernels.spmm.panel import PanelConfig
 from magicube_cutlass.cli.arguments import LENGTHS, STRIDES
 from magicube_cutlass.cli.explore import DATA
-from magicube_cutlass.dispatch.cpu_costs import CLASSES, FEW, CpuCosts, fit_costs
-from magicube_cutlass.dispatch.dense_fallback import CPU_CALL
+from magicube_cutlass.dispatch.cpu_costs import CLASSES, FEW, HALF, CpuCosts, fit_costs
+from magicube_cutlass.dispatch.dense_fallback import CPU_CALL, CPU_ROW, CPU_SHORT
 
 sys.path.append(str(Path(__file__).resolve().parent / "plots"))
 import roofline
@@ -132,7 +132,9 @@ def constants() -> dict[str, Any]:
         "spmm": spmm,
         "gather_order": {name: [gather_order(each)(k) for k in range(each.shape[2])] for name, each in atoms.items()},
         "gemm": {"tiles": gemm, "least_us": LEAST_US, "bytes_per_us": BYTES_PER_US},
-        "cpu": {"classes": list(CLASSES), "few": FEW, "call": CPU_CALL},
+        "cpu": {
+            "classes": list(CLASSES), "few": FEW, "call": CPU_CALL, "row": CPU_ROW, "short": CPU_SHORT, "half": HALF,
+        },
     }  # fmt: skip
 
 

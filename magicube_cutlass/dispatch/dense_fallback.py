@@ -31,7 +31,11 @@ if TYPE_CHECKING:
 _LONGEST = (2**31 - 1) // 2**14  # products of two bytes that int32 sums without overflow
 _ALIGNMENT = 16  # bytes; rows of the dense kernel start at multiples
 _LAUNCH = 2000.0  # of a copy, between kernels of a CUDA graph
-CPU_CALL = 15000.0  # what the Python of a dense call on a CPU takes beside that of a sparse one
+# On a CPU, beside the time of the kernels: nanoseconds that the Python of a dense call takes more than that of a sparse
+# one, that a row of results written down their columns takes, and that a byte takes to its place in the transpose of B.
+CPU_CALL, CPU_ROW, CPU_TURN = 9000.0, 6.0, 0.6
+CPU_SHORT = 1.4  # time of vectors of fewer than 8 rows over that of 8, of the kernels of few columns
+_TURNED = 300  # products of two bytes that the engine makes while it moves a byte to its place in the transpose
 _MOVED = 3500.0  # bytes that a copy reads or writes
 
 
@@ -67,20 +71,31 @@ def copy_cost(size: int) -> float:
 
 
 def cpu_forecast(
-    kind: ProblemTypes, m: int, digits: int, problem: Problem, cpu: cpu_costs.Processor | None = None
+    kind: ProblemTypes,
+    m: int,
+    digits: int,
+    problem: Problem,
+    cpu: cpu_costs.Processor | None = None,
+    row_major: bool = False,
 ) -> Forecast:
-    """Return the forecast for a CPU, by default this one with torch's threads; `digits`: of A times those of B."""
+    """Return the forecast for a CPU, by default this one with torch's threads.
+
+    `digits`: of A times those of B. A `row_major` B of few columns is turned for the dense kernel.
+    """
     cpu = cpu or cpu_costs.Processor.here()
     costs, threads = cpu.costs, cpu.threads
     k, n, batch = problem.inner, problem.n, problem.batch
-    if digits == 1 and batch == 1 and n <= cpu_costs.FEW and cpu.packs_layers:
-        found, dense_found = costs.layer(m, k, problem.vectors * max(kind.vector_length, 4), n, threads)
-        return Forecast(found, dense_found + CPU_CALL)
     out_bits = getattr(torch, kind.out).itemsize * 8
     sizes = problem.vectors, kind.vector_length, digits, batch, out_bits, cpu.panel_columns
-    sparse = cpu_costs.sparse_terms(m, k, n, *sizes)
-    dense = cpu_costs.dense_terms(m, k, n, batch, kind.out.startswith("int"))
-    return Forecast(cpu_costs.predict(costs.sparse, sparse, threads), cpu_costs.predict(costs.dense, dense, threads))
+    sparse = cpu_costs.predict(costs.sparse, cpu_costs.sparse_terms(m, k, n, *sizes), threads)
+    dense_terms = cpu_costs.dense_terms(m, k, n, batch, kind.out.startswith("int"))
+    dense = CPU_CALL + cpu_costs.predict(costs.dense, dense_terms, threads)
+    if digits == 1 and batch == 1 and n <= cpu_costs.CLASSES[-1] and cpu.packs_layers:
+        few, dense = costs.layer(m, k, problem.vectors * max(kind.vector_length, 4), n, threads)
+        dense += CPU_CALL + CPU_ROW * m * (n > 1) + CPU_TURN * k * n * row_major
+        if n <= cpu_costs.FEW:
+            sparse = few * (CPU_SHORT if kind.vector_length < 8 else 1.0)
+    return Forecast(sparse, dense)
 
 
 def _are_bytes(bits: int, signed: bool) -> bool:
@@ -103,7 +118,8 @@ def forecast(matrix: SRBCRS, dense: QuantTensor | DenseFloats, out: torch.dtype)
         if not engine.available():
             return None  # the reference has no cost model
         digits = digit_count(matrix.bits) * digit_count(dense.bits)
-        return cpu_forecast(kind, m, digits, problem)
+        row_major = dense.data.stride(-2) != 1 and inner > 1
+        return cpu_forecast(kind, m, digits, problem, row_major=row_major)
     from cute_kernels.spmm.heuristics import choose_spmm, spmm_cost
     from magicube_cutlass.dispatch import cuda as gpu
 
@@ -151,7 +167,8 @@ class DenseCall:
     """The dense product of one matrix with operands of fixed shapes, strides, dtypes and devices, checked before.
 
     Called like other cached calls: with B's data and scale, the bias, and the output or None. On a CPU a column-major B
-    is multiplied by a matrix that was packed once; a row-major one is packed in the call, unless there is a bias.
+    is multiplied by a matrix that was packed once; a row-major one is turned for it if it has few columns or there is a
+    bias, and packed in the call otherwise.
     """
 
     def __init__(self, matrix: SRBCRS, dense: QuantTensor, out: torch.dtype, bias: Tensor | None = None) -> None:
@@ -163,7 +180,8 @@ class DenseCall:
         self.copy: Tensor | None = None
         data = dense.data
         self.by_engine = data.is_cpu and dense.bits == 8 and data.ndim == 2 and packs_weights()
-        if self.by_engine and (data.stride(0) == 1 or data.shape[0] == 1 or bias is not None):
+        turned = bias is not None or _turns(matrix.shape[0], data.shape[-1])
+        if self.by_engine and (data.stride(0) == 1 or data.shape[0] == 1 or turned):
             self.right = packed_right(matrix)
         else:
             self.copy = dense_copy(matrix)
@@ -199,6 +217,11 @@ class DenseCall:
             gemm(self.copy, each, scale_a=rows, scale_b=factor, c=added, beta=float(added is not None), out=target,
                  out_dtype=self.dtype)  # fmt: skip
         return out
+
+
+def _turns(m: int, n: int) -> bool:
+    """Whether a row-major B is turned in the call: packed as it is, its last panel would be multiplied whole."""
+    return m * (-n % dense_engine.PANEL) > _TURNED * n
 
 
 def _repeated(scale: Tensor | None, size: int) -> Tensor | None:

@@ -136,17 +136,18 @@ function timeOf(costs, terms, threads) {
 }
 
 function cpuForecast(data, cpu, pattern, digits, n) {
-  const { m, k, v, vectors } = pattern, { classes, few, call } = data.constants.cpu, { costs, threads } = cpu;
-  if (digits === 1 && n <= few && cpu.packs_layers) {
-    const at = classes.findIndex(most => n <= most), place = at < 0 ? classes.length - 1 : at, size = classes[place];
-    const layer = costs.layers[place], whole = ceilDiv(n, size), share = n / size, stored = vectors * Math.max(v, 4);
-    const sparse = timeOf(layer.slice(0, 4), [1, stored * whole, m * whole, k * whole], threads);
-    return { sparse, dense: timeOf(layer.slice(4), [1, m * k * share, m * share, k * share], threads) + call };
+  const { m, k, v, vectors } = pattern, c = data.constants.cpu, { classes } = c, { costs, threads } = cpu;
+  const columns = cpu.panel_columns, rest = n % columns, part = columns === 64 && rest <= 32 ? c.half : 1;
+  const width = (Math.floor(n / columns) + (rest > 0 ? part : 0)) * columns, results = m * n, group = (Math.max(v, 4) / 8) * digits;
+  let sparse = timeOf(costs.sparse, [1, (((width / 64) * vectors) / 4) * group, results + width * k, 0], threads);
+  let dense = timeOf(costs.dense, [1, m * k * n, (m + n) * k, m * n, 1, m * n], threads) + c.call;
+  const place = classes.findIndex(most => n <= most);
+  if (digits === 1 && place >= 0 && cpu.packs_layers) { // B is read down its columns
+    const size = classes[place], layer = costs.layers[place], share = n / size, stored = vectors * Math.max(v, 4);
+    dense = timeOf(layer.slice(4), [1, m * k * share, m * share, k * share], threads) + c.call + (n > 1 ? c.row * m : 0);
+    if (n <= c.few) sparse = timeOf(layer.slice(0, 4), [1, stored, m, k], threads) * (v < 8 ? c.short : 1);
   }
-  const columns = cpu.panel_columns, width = ceilDiv(n, columns) * columns, results = m * n, group = (Math.max(v, 4) / 8) * digits;
-  const sparse = [1, (((width / 64) * vectors) / 4) * group, results + width * k, 0];
-  const dense = [1, m * k * n, (m + n) * k, m * n, 1, m * n];
-  return { sparse: timeOf(costs.sparse, sparse, threads), dense: timeOf(costs.dense, dense, threads) };
+  return { sparse, dense };
 }
 
 // ---- all figures of a mask

@@ -13,6 +13,7 @@ import magicube_cutlass as mc
 from cute_kernels.cpu import dense as dense_engine
 from cute_kernels.cpu import extension
 from cute_kernels.dtypes import Integer
+from cute_kernels.gemm.cpu import packs_weights
 from cute_kernels.integers import int_range
 from cute_kernels.machine import Problem, ProblemTypes
 from magicube_cutlass.dispatch import cpu_costs, dense_fallback
@@ -26,7 +27,8 @@ EPS = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8
 def xeon(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Select by the costs of one thread of one CPU, whichever runs the tests."""
     monkeypatch.setattr(cpu_costs, "get_costs", cpu_costs.CpuCosts)
-    monkeypatch.setattr(dense_fallback, "CPU_CALL", 0.0)  # small products take the dense one too
+    for name in ("CPU_CALL", "CPU_ROW", "CPU_TURN"):  # small products take the dense one too
+        monkeypatch.setattr(dense_fallback, name, 0.0)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -234,6 +236,32 @@ def test_the_engine_is_forecast_as_it_was_measured() -> None:
     problem = Problem(128, 1024, 100_000, 1024, 1024)
     assert cpu_forecast(floats, 1024, 1, problem).dense > cpu_forecast(kind, 1024, 1, problem).dense
     assert str(Forecast(2000.0, 1000.0)).startswith("dense would be faster: about 1.0 us against 2.0 us")
+
+
+@pytest.mark.parametrize(("m", "n", "turned"), [(768, 24, True), (5, 1, True), (64, 48, False), (768, 64, False)])
+def test_a_row_major_operand_of_few_columns_is_turned(m: int, n: int, turned: bool) -> None:
+    a, rows, columns = sparse(m, 300, 8), dense((300, n)), dense((300, n), column=True)
+    call = DenseCall(a, rows, torch.int32)
+    assert (call.right is not None) == (turned and packs_weights())
+    for operand, each in ((rows, call), (columns, DenseCall(a, columns, torch.int32))):
+        assert torch.equal(each(operand.data, None, None, None).long(), mc.reference.spmm(a, operand))
+
+
+def test_what_few_columns_add_to_a_forecast(monkeypatch: pytest.MonkeyPatch) -> None:
+    def of(n: int, v: int = 8, row_major: bool = False, packs: bool = True) -> Forecast:
+        cpu = cpu_costs.Processor(cpu_costs.CpuCosts(), 1, packs, 64)
+        problem, kind = Problem(16, 512, 4000, 256, n), ProblemTypes(v, Integer(8, True), Integer(8, True), "int32")
+        return cpu_forecast(kind, 128, 1, problem, cpu, row_major)
+
+    monkeypatch.setattr(dense_fallback, "CPU_TURN", 2.0)
+    for n in (1, 16, 64):
+        turned = of(n, row_major=True)
+        assert turned.dense == pytest.approx(of(n).dense + 2.0 * 512 * n) and turned.sparse == of(n).sparse
+    assert of(65, row_major=True) == of(65) and of(16, row_major=True, packs=False) == of(16, packs=False)
+    layer = cpu_costs.CpuCosts().layer(128, 512, 4000.0 * 4, 16, 1)[0]
+    assert of(16, v=4).sparse == of(16, v=2).sparse == pytest.approx(dense_fallback.CPU_SHORT * layer)
+    assert of(32).sparse - of(17).sparse == pytest.approx(15 * 128 * 0.3)  # results: both are half a panel of B
+    assert of(33).sparse > 1.2 * of(32).sparse
 
 
 def test_a_compiler_goes_around_the_call_and_a_whole_graph_refuses_it() -> None:
