@@ -1,4 +1,4 @@
-"""Costs of products on this CPU, measured once per processor, engine path and dense product.
+"""Costs of products on this CPU, measured once per processor, build, engine path and dense product.
 
 The sparse product takes a time per call, per group of 4 vectors of 8 rows and 64 columns, per result or staged byte of
 B, and per conversion of a result to 16 bits. The dense one takes a time per call, per product of two bytes, per element
@@ -8,12 +8,13 @@ them in `CLASSES` a layer takes a time per call, per stored element, per output 
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -29,7 +30,6 @@ from magicube_cutlass.formats.srbcrs import SRBCRS
 log = logging.getLogger("magicube")
 
 _ROOM = "cpu"
-_KERNELS = 8  # edition of the engine's kernels, to be raised with their speed: costs of another one are measured again
 HALF = 0.65  # time of half a panel of 64 columns over that of a whole one
 _BUDGET = 0.15  # seconds; two rounds are always made
 Costs = tuple[float, ...]
@@ -253,9 +253,16 @@ def _load(name: str) -> CpuCosts | None:
     return CpuCosts(sparse, dense, tuple(layers))
 
 
-@lru_cache
+@cache
+def _build() -> str:
+    """Digest of the engine and of this model: the costs of another build are not those of this one."""
+    files = Path(str(extension.load_extension().__file__)), Path(__file__)
+    return hashlib.blake2b(b"".join(file.read_bytes() for file in files), digest_size=4).hexdigest()
+
+
+@cache
 def _get(isa: str, backend: str) -> CpuCosts:
-    name = f"{processor()} {isa} {backend} {_KERNELS}"
+    name = f"{processor()} {isa} {backend} {_build()}"
     found = _load(name)
     if found is None:
         start = time.perf_counter()

@@ -276,7 +276,7 @@ def _quantize(arch: str) -> Iterator[Entry]:
     yield from ((f"transpose/{8 * other.size} bits", other) for other in transpose.default_configs())
     for each in quantize_transposed.default_configs(arch):
         yield f"quantize/{each.name.removeprefix('quantize-encode_').replace('-', ' ', 1)}", each
-    yield from ((f"ranks/{sums.name}", sums) for sums in scaled_sums.default_configs())
+    yield from ((f"ranks/{sums.name}", sums) for sums in scaled_sums.two_rank_configs())
     yield "quantize/rows float32 u8", QuantizeConfig("encode_rows", "float32", 8, False)
     yield "quantize/rows float16 s12 truncated", QuantizeConfig("encode_rows", "float16", 12, truncate=True)
     yield "quantize/columns float64 u4 truncated", QuantizeConfig("encode_columns", "float64", 4, False, True)

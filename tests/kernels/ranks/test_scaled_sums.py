@@ -78,7 +78,7 @@ def test_the_source_adds_exactly_and_rounds_as_one_gpu(ranks: int, columns: bool
 
 
 @pytest.mark.parametrize(
-    "config", [*sums.default_configs(), ScaledSumsConfig(8, True, "float32")], ids=lambda c: c.name
+    "config", [*sums.two_rank_configs(), ScaledSumsConfig(8, True, "float32")], ids=lambda c: c.name
 )
 def test_machine_code_loads_whole_runs_of_every_rank(config: ScaledSumsConfig) -> None:
     binary = compile_unit(config.translation_unit("sm_90a"))

@@ -54,6 +54,16 @@ def test_costs_are_measured_once_per_engine_path_and_stored(
     assert all(str(file) in caplog.text and file.stat().st_mode & 0o777 == 0o600 for file in files)
 
 
+def test_costs_of_another_build_are_measured_again(
+    measurements: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for build in ("aa", "bb", "aa"):
+        monkeypatch.setattr(cpu_costs, "_build", lambda build=build: build)
+        assert cpu_costs.get_costs() == MEASURED
+        cpu_costs._get.cache_clear()  # another process
+    assert len(measurements) == 2 == len(list((tmp_path / "cpu").iterdir()))
+
+
 @pytest.mark.parametrize("damage", ["", "null", "[]", "[[1.0], [2.0]]", '"text"', "[" * 100_000, "{}", "1" * 400,
                                     json.dumps(LISTS[:2]), json.dumps([*LISTS, []]), *map(json.dumps, DAMAGED)],
                          ids=lambda text: text[:40])  # fmt: skip
