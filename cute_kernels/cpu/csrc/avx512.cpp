@@ -404,7 +404,7 @@ constexpr Engine engine_of(const char* name) {
   return {name, &spmm<Avx512>, &spmm_transposed, &sddmm<Avx512>, &attention<Avx512>, &quantize, &digits, &compress,
           &probe_right<Doubles>, &judge<Doubles>, &bound_sums<Doubles>, &pack_digits, &probe_digits<Doubles>,
           &direct<DirectBy<Digits>>, &dense<Digits, Nibbles>, &split_residual, &magnitude_sums, &select_entries, &correct<Avx512>,
-          &is_structure_valid, Avx512::kColumns, Avx512::kParts, Avx512::kScratchBytes, sizeof(Avx512::Dot), int64_t{1} << 26};
+          &is_structure_valid, Avx512::kColumns, Avx512::kParts, Avx512::kScratchBytes, sizeof(Avx512::Dot), int64_t{1} << 27};
 }
 
 }  // namespace
