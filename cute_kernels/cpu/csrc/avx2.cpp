@@ -20,7 +20,7 @@ struct Avx2 : FewColumns2 {
   static constexpr int kChunkGroups = 64;  // their panel rows fill half of L1
   static constexpr int kChunk = kChunkGroups * kQuad;
   static constexpr int64_t kScratchBytes = kChunk * 4 + kTileRows * kChunk * 2;  // eight times each column; widened values
-  static constexpr bool kStreams = true, kWrites = true, kWritesIntegers = true, kTurns = true, kQuantizesPanels = true;
+  static constexpr bool kStreams = true, kWrites = true, kTurns = true, kQuantizesPanels = true;
   static constexpr int64_t kStreamBytes = 1 << 19;  // of an SpMM, whose output lines would be read first
 
   // Unpacks work inside 128-bit lanes: of each 16 columns a lane holds 0-3 and 8-11, the other 4-7 and 12-15.

@@ -23,7 +23,7 @@ namespace {
 struct Avx512 : FewColumns512 {
   static constexpr bool kOffset = true;
   static constexpr int kColumns = 64, kParts = 1;
-  static constexpr bool kStreams = true, kWrites = true, kWritesIntegers = false, kTurns = true, kQuantizesPanels = false;
+  static constexpr bool kStreams = true, kWrites = true, kTurns = true, kQuantizesPanels = false;
   static constexpr int64_t kStreamBytes = magicube::kStreamBytes;
   static constexpr int kChunkGroups = 128;  // their panel rows fill most of L1
   static constexpr int64_t kScratchBytes = int64_t{kChunkGroups} * kQuad * 4;  // eight times each column
@@ -99,10 +99,27 @@ struct Avx512 : FewColumns512 {
     return static_cast<__mmask16>(left >= 16 ? 0xffff : (1 << (left > 0 ? left : 0)) - 1);
   }
 
+  template <int Rows, int First, int Vectors>
+  __attribute__((always_inline)) static void write_integers(const RowTile& at, const RowOutput& to, const __m512i sum[Rows][Vectors]) {
+    float* out = to.out + First * 16;
+#pragma GCC unroll 8
+    for (int r = 0; r < Rows; ++r, out += to.pitch) {
+      const __m512i offset = _mm512_set1_epi32(to.offsets[r]);
+#pragma GCC unroll 4
+      for (int q = 0; q < Vectors; ++q) {
+        const __mmask16 mask = columns_of(at, First + q);
+        const __m512i result = _mm512_sub_epi32(sum[r][q], offset);
+        if (to.streams && mask == 0xffff) _mm512_stream_si512(reinterpret_cast<__m512i*>(out + q * 16), result);
+        else _mm512_mask_storeu_epi32(out + q * 16, mask, result);
+      }
+    }
+  }
+
   // Inlined, or the sums would pass through memory. What is stored to might be `at`: all of it is read before.
   template <int Rows, int First, int Vectors>
   __attribute__((always_inline)) static void write(const RowTile& at, const __m512i sum[Rows][Vectors]) {
     const RowOutput to = *at.output;
+    if (!to.row_scales) return write_integers<Rows, First, Vectors>(at, to, sum);
     __m512 columns[Vectors];
     __mmask16 masks[Vectors];
 #pragma GCC unroll 4

@@ -201,7 +201,7 @@ struct SpmmRow {
     const int64_t chunk = chunk_of(end - begin);
     if constexpr (Micro::kWrites) {
       const bool is_whole = direct && begin < end && chunk >= end - begin && (vector_row + 1) * args.a.vector_length <= args.a.rows;
-      const bool is_integer = Micro::kWritesIntegers && args.out_type == Out::kInt32;
+      const bool is_integer = args.out_type == Out::kInt32;
       if (is_whole && (args.out_type == Out::kFloat32 || is_integer)) {
         with_output(vector_row, batch, n0, turned, [&](RowOutput to) {
           if (is_integer) to.row_scales = nullptr;

@@ -129,6 +129,7 @@ inline __m256i _mm256_loadu_si256(const __m256i* from) { return emulated::load<_
 inline __m512i _mm512_maskz_loadu_epi8(__mmask64 mask, const void* from) { return emulated::load_masked<__m512i, uint8_t>(mask, from); }
 inline __m512 _mm512_maskz_loadu_ps(unsigned mask, const float* from) { return emulated::load_masked<__m512, float>(mask, from); }
 inline void _mm512_mask_storeu_ps(float* to, unsigned mask, __m512 x) { emulated::store_masked<float>(mask, x, to); }
+inline void _mm512_mask_storeu_epi32(void* to, unsigned mask, __m512i x) { emulated::store_masked<int32_t>(mask, x, static_cast<int32_t*>(to)); }
 inline __m256 _mm256_loadu_ps(const float* from) { return emulated::load<__m256>(from); }
 inline __m512 _mm512_loadu_ps(const float* from) { return emulated::load<__m512>(from); }
 inline __m512d _mm512_loadu_pd(const double* from) { return emulated::load<__m512d>(from); }
