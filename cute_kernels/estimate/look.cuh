@@ -13,8 +13,8 @@
 // which are left out, is bounded: for a row of A of scale s by beta[r] sum |x| + s G[r], where beta and G are numbers of look_pack.cuh.
 //
 // sm_80 and later; bound by the split into digits. Work: a CTA of 8 warps takes 32 or 16 rows; kShare warps, four or all, share 16 rows
-// and take steps of 32 columns in turn. Pipeline: the next step's elements are loaded to registers before a step is added. Sums of a warp are int32, for up
-// to 65536 columns; then float64.
+// and take steps of 32 columns in turn. Pipeline: the next step's elements are loaded to registers before a step is added. Sums of a
+// warp are int32, for up to 65536 columns; then float64.
 // look_left: the last CTA adds the records of all CTAs in their order, bounds both errors, and picks the product to run.
 #pragma once
 

@@ -37,7 +37,7 @@ class CutTokens:
     def __init__(self, shape: torch.Size, tokens: int, device: torch.device, scaled: bool, mesh: DeviceMesh) -> None:
         self._shape, self._tokens, self._device, self._scaled, self._mesh = shape, tokens, device, scaled, mesh
         self.launches = Kept(_REPLAYS)
-        self.by_copies = False  # which leave the multiprocessors to a product that runs beside them
+        self.by_copies = False  # which leave the SMs to a product that runs beside them
         self._start: Callable[[], Callable[[], object]] | None = None
         peers = peers_of(mesh)
         size = mesh.size() * shape.numel()

@@ -264,9 +264,8 @@ class _Rowwise(_Style):
         if of_token is not None and of_token.ndim:
             rows = size[0] // mesh.size()
             of_token = of_token[mesh.get_local_rank() * rows :][:rows]
-        scales = (
-            (of_output, of_token) if part.sums_are_columns else (of_token, of_output)
-        )  # by outputs, or tokens, first
+        # by outputs, or by tokens, first
+        scales = (of_output, of_token) if part.sums_are_columns else (of_token, of_output)
         bias = None if layer.bias_value is None else layer.bias_value.float()
         write = partial(part.sums, ints, part.bounds[-1])
         return peers.scaled_sums(size, part.sums_are_columns, write, scales, bias, dtype)

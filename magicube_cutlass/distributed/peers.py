@@ -1,6 +1,6 @@
 """Memory that the GPUs of one host read from each other: gathers by copies, and sums read where they lie.
 
-Copies leave the multiprocessors to the product that runs beside them, where a collective's kernel takes some of them.
+Copies leave the SMs to the product that runs beside them, where a collective's kernel takes some of them.
 Over several hosts, and where GPUs do not map each other's memory, NCCL's collectives do the same.
 """
 

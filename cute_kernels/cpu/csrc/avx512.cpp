@@ -99,18 +99,18 @@ struct Avx512 : FewColumns512 {
     return static_cast<__mmask16>(left >= 16 ? 0xffff : (1 << (left > 0 ? left : 0)) - 1);
   }
 
+  // Whole sums as int32 results.
   template <int Rows, int First, int Vectors>
-  __attribute__((always_inline)) static void write_integers(const RowTile& at, const RowOutput& to, const __m512i sum[Rows][Vectors]) {
+  __attribute__((always_inline)) static void write_integers(const RowOutput& to, const __mmask16 masks[Vectors], const __m512i sum[Rows][Vectors]) {
     float* out = to.out + First * 16;
 #pragma GCC unroll 8
     for (int r = 0; r < Rows; ++r, out += to.pitch) {
       const __m512i offset = _mm512_set1_epi32(to.offsets[r]);
 #pragma GCC unroll 4
       for (int q = 0; q < Vectors; ++q) {
-        const __mmask16 mask = columns_of(at, First + q);
         const __m512i result = _mm512_sub_epi32(sum[r][q], offset);
-        if (to.streams && mask == 0xffff) _mm512_stream_si512(reinterpret_cast<__m512i*>(out + q * 16), result);
-        else _mm512_mask_storeu_epi32(out + q * 16, mask, result);
+        if (to.streams && masks[q] == 0xffff) _mm512_stream_si512(reinterpret_cast<__m512i*>(out + q * 16), result);
+        else _mm512_mask_storeu_epi32(out + q * 16, masks[q], result);
       }
     }
   }
@@ -119,12 +119,13 @@ struct Avx512 : FewColumns512 {
   template <int Rows, int First, int Vectors>
   __attribute__((always_inline)) static void write(const RowTile& at, const __m512i sum[Rows][Vectors]) {
     const RowOutput to = *at.output;
-    if (!to.row_scales) return write_integers<Rows, First, Vectors>(at, to, sum);
-    __m512 columns[Vectors];
     __mmask16 masks[Vectors];
 #pragma GCC unroll 4
+    for (int q = 0; q < Vectors; ++q) masks[q] = columns_of(at, First + q);
+    if (!to.row_scales) return write_integers<Rows, First, Vectors>(to, masks, sum);
+    __m512 columns[Vectors];
+#pragma GCC unroll 4
     for (int q = 0; q < Vectors; ++q) {
-      masks[q] = columns_of(at, First + q);
       columns[q] = _mm512_maskz_loadu_ps(masks[q], to.column_scales + (First + q) * 16);
     }
     float* out = to.out + First * 16;

@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -62,6 +63,14 @@ def test_costs_of_another_build_are_measured_again(
         assert cpu_costs.get_costs() == MEASURED
         cpu_costs._get.cache_clear()  # another process
     assert len(measurements) == 2 == len(list((tmp_path / "cpu").iterdir()))
+
+
+@pytest.mark.skipif(not engine.available(), reason="no engine")
+def test_another_engine_is_another_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here, other = cpu_costs._build(), tmp_path / "engine.so"
+    other.write_bytes(Path(str(cpu_costs.extension.load_extension().__file__)).read_bytes() + b"x")
+    monkeypatch.setattr(cpu_costs.extension, "load_extension", lambda: SimpleNamespace(__file__=str(other)))
+    assert cpu_costs._build.__wrapped__() != here
 
 
 @pytest.mark.parametrize("damage", ["", "null", "[]", "[[1.0], [2.0]]", '"text"', "[" * 100_000, "{}", "1" * 400,
