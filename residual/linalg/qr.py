@@ -45,7 +45,8 @@ def qr(
     mode : {"reduced", "complete"}, default "reduced"
         Q (M, min(M, N)) and R (min(M, N), N), or Q (M, M) and R (M, N).
     product : callable, optional
-        ``product(X, Y)`` returns ``X Y`` in the dtype and on the device of X; ``torch.matmul`` gives plain QR.
+        ``product(X, Y)`` returns ``X Y`` in the dtype and on the device of X; ``torch.matmul`` gives plain QR. X and
+        Y may be views of other matrices.
         Default: :func:`residual.gemm` with `options`, at first its full compensation of 8 bits, nearest and
         vector-wise.
 
@@ -130,7 +131,7 @@ def _blocked(A: Tensor, block: int, mode: str, multiply: Product) -> tuple[Tenso
 
 def _apply(v: Tensor, t: Tensor, c: Tensor, multiply: Product) -> Tensor:
     """``V T V^T C``."""
-    inner = multiply(v.T.contiguous(), c.contiguous())  # (b, n)
+    inner = multiply(v.T, c)  # (b, n)
     return multiply(v, t @ inner)
 
 
