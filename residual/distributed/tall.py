@@ -1,7 +1,8 @@
 """QR of tall matrices whose rows are cut over ranks (TSQR [1]_), and least squares and linear systems on top.
 
-Each rank factors its rows, ``A_r = Q_r R_r``; the factors R_r of all ranks, stacked, are factored again on every rank,
-``[R_1; ..; R_n] = [P_1; ..; P_n] R``; then ``A_r = (Q_r P_r) R``.
+Each rank factors its rows, ``A_r = H_r [R_r; 0]``; the factors R_r of all ranks, stacked, are factored again on every
+rank, ``[R_1; ..; R_n] = [P_1; ..; P_n] R``; then ``A_r = Q_r R`` with ``Q_r = H_r [P_r; 0]``: the reflections H_r are
+applied to P_r where a QR of one process applies them to the identity, at the same cost, for each P_r is triangular.
 
 References
 ----------
@@ -27,8 +28,7 @@ from magicube_cutlass.distributed.collectives import (
     sizes_of,
 )
 from magicube_cutlass.distributed.slices import as_dtensor
-from residual.linalg.qr import Product
-from residual.linalg.qr import qr as local_qr
+from residual.linalg.qr import Product, check_options, chosen_product, factored, reflected
 
 _REFINEMENTS = 30
 
@@ -90,20 +90,21 @@ def qr(A: DTensor, *, block: int = 32, product: Product | None = None, **options
     if A.ndim != 2 or m < n:
         raise ValueError(f"A must be a tall matrix, got shape {tuple(A.shape)}")
     check_agreement(mesh, rows_of_A=m, columns_of_A=n, block=block)
-    local = A.to_local().detach()
+    local, multiply = A.to_local().detach(), chosen_product(product, options)
+    check_options(local, "wy", block, "reduced")
     _check_finite(mesh, local)
-    q, r = (
-        local_qr(local, block=block, product=product, **options)
-        if local.numel()
-        else (local.new_zeros(0, 0), local.new_zeros(0, n))
-    )
     heights = [min(size, n) for size in sizes_of(chunk_bounds(m, mesh.size()))]
-    stacked = gather(r, heights, mesh)  # (sum of heights, N)
+    rank = mesh.get_local_rank()
+    r, factors = factored(local, block, multiply)
+    r = r[: heights[rank]].triu()  # (min(M_r, N), N)
+    p = torch.eye(*r.shape, dtype=r.dtype, device=r.device)
     if mesh.size() > 1:
-        p, r = torch.linalg.qr(stacked)
-        rank = mesh.get_local_rank()
-        start = sum(heights[:rank])
-        q = (product or torch.matmul)(q, p[start : start + heights[rank]].contiguous())
+        p, r = torch.linalg.qr(gather(r, heights, mesh))
+        p = p[sum(heights[:rank]) :][: heights[rank]]
+    q = local.new_zeros(local.shape[0], n)  # (M_r, N)
+    # p has no other entries: the reflection of column j takes j + 1 rows of each of the stacked triangles.
+    q[: heights[rank]] = p.triu()
+    q = reflected(factors, q, multiply)
     return as_dtensor(q, mesh, Shard(0), (m, n)), as_dtensor(r.triu(), mesh, Replicate(), (n, n))
 
 

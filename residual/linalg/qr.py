@@ -12,6 +12,7 @@ from torch import Tensor
 from residual.paper.gemm import gemm
 
 Product = Callable[[Tensor, Tensor], Tensor]
+Panel = tuple[int, Tensor, Tensor]  # first row, V and T
 METHODS = ("wy", "explicit")
 MODES = ("reduced", "complete")
 FULL = {"scaling": "vector", "rounding": "nearest", "threshold": 0.0}  # three int8 products
@@ -75,7 +76,9 @@ def qr(
     >>> Q.shape, R.shape, bool((Q @ R - A).norm() < 1e-3 * A.norm())
     (torch.Size([20, 10]), torch.Size([10, 10]), True)
     """
-    _check(A, method, block, mode)
+    check_options(A, method, block, mode)
+    if not bool(torch.isfinite(A).all()):
+        raise ValueError("A must be finite, but holds inf or nan")
     multiply = chosen_product(product, options)
     work = A.detach()
     q, r = _explicit(work, multiply) if method == "explicit" else _blocked(work, block, mode, multiply)
@@ -111,8 +114,15 @@ def _explicit(A: Tensor, multiply: Product) -> tuple[Tensor, Tensor]:
 
 
 def _blocked(A: Tensor, block: int, mode: str, multiply: Product) -> tuple[Tensor, Tensor]:
-    m, n = A.shape
-    rank = min(m, n)
+    m, rank = A.shape[0], min(A.shape)
+    r, factors = factored(A, block, multiply)
+    start = torch.eye(m, m if mode == "complete" else rank, dtype=A.dtype, device=A.device)
+    return reflected(factors, start, multiply), r
+
+
+def factored(A: Tensor, block: int, multiply: Product) -> tuple[Tensor, list[Panel]]:
+    """R (M, N), whose entries below the diagonal are zeros, and the panels of reflections that lead to it."""
+    n, rank = A.shape[1], min(A.shape)
     r = A.clone()  # (M, N)
     factors = []
     for start in range(0, rank, block):
@@ -123,10 +133,14 @@ def _blocked(A: Tensor, block: int, mode: str, multiply: Product) -> tuple[Tenso
         if stop < n:
             r[start:, stop:] -= _apply(v, t.T, r[start:, stop:], multiply)  # (M - start, N - stop)
         factors.append((start, v, t))
-    q = torch.eye(m, m if mode == "complete" else rank, dtype=A.dtype, device=A.device)
-    for start, v, t in reversed(factors):  # rows and columns before start are still those of the identity
+    return r, factors
+
+
+def reflected(factors: list[Panel], q: Tensor, multiply: Product) -> Tensor:
+    """Apply all reflections to `q` in place, which is zero below its diagonal, and return it."""
+    for start, v, t in reversed(factors):  # rows from start on are still zero in the columns before it
         q[start:, start:] -= _apply(v, t, q[start:, start:], multiply)
-    return q, r
+    return q
 
 
 def _apply(v: Tensor, t: Tensor, c: Tensor, multiply: Product) -> Tensor:
@@ -146,15 +160,14 @@ def _compact(packed: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:
     return v, torch.linalg.solve_triangular(scaled, torch.diag(tau), upper=True, unitriangular=True)
 
 
-def _check(A: Tensor, method: str, block: int, mode: str) -> None:
+def check_options(A: Tensor, method: str, block: int, mode: str) -> None:
+    """Raise for another kind of matrix or an option out of range."""
     if not isinstance(A, Tensor):
         raise TypeError(f"A must be a torch.Tensor, got {type(A).__name__}")
     if A.dtype not in (torch.float32, torch.float64):
         raise TypeError(f"A must be float32 or float64, got {A.dtype}")
     if A.dim() != 2:
         raise ValueError(f"A must be 2-D, got {A.dim()} dimensions")
-    if not bool(torch.isfinite(A).all()):
-        raise ValueError("A must be finite, but holds inf or nan")
     for name, value, allowed in (("method", method, METHODS), ("mode", mode, MODES)):
         if value not in allowed:
             raise ValueError(f"{name} must be one of {allowed}, got {value!r}")

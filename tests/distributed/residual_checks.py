@@ -204,6 +204,10 @@ def check_tall(mesh: DeviceMesh) -> None:
         every = [x] * mesh.size()
         dist.all_gather_object(every, x)
         assert all(torch.equal(each, x) for each in every)
+    for A in (torch.zeros(64, 8), torch.ones(64, 8), torch.randn(64, 3, generator=generator(8)) @ torch.ones(3, 8)):
+        Q, R = rd.qr(distribute_tensor(A, mesh, [Shard(0)]), block=3, product=torch.matmul)  # less than full rank
+        q, r = Q.full_tensor(), R.to_local()
+        assert (q @ r - A).norm() <= 1e-5 * A.norm() and (q.T @ q - torch.eye(8)).norm() < 1e-4
     A, b = torch.randn(30, 30, generator=generator(9)), torch.randn(30, generator=generator(10))
     x = rd.solve(distribute_tensor(A, mesh, [Shard(0)]), distribute_tensor(b, mesh, [Shard(0)]))
     assert (A.double() @ x - b.double()).norm() <= 1.01e-14 * (A.double().norm() * x.norm() + b.norm())
