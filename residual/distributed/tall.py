@@ -28,7 +28,7 @@ from magicube_cutlass.distributed.collectives import (
     sizes_of,
 )
 from magicube_cutlass.distributed.slices import as_dtensor
-from residual.linalg.qr import Product, check_options, chosen_product, factored, reflected
+from residual.linalg.qr import Product, check_qr, chosen_product, factored, reflected
 
 _REFINEMENTS = 30
 
@@ -91,7 +91,7 @@ def qr(A: DTensor, *, block: int = 32, product: Product | None = None, **options
         raise ValueError(f"A must be a tall matrix, got shape {tuple(A.shape)}")
     check_agreement(mesh, rows_of_A=m, columns_of_A=n, block=block)
     local, multiply = A.to_local().detach(), chosen_product(product, options)
-    check_options(local, "wy", block, "reduced")
+    check_qr(local, "wy", block, "reduced")
     _check_finite(mesh, local)
     heights = [min(size, n) for size in sizes_of(chunk_bounds(m, mesh.size()))]
     rank = mesh.get_local_rank()

@@ -76,7 +76,7 @@ def qr(
     >>> Q.shape, R.shape, bool((Q @ R - A).norm() < 1e-3 * A.norm())
     (torch.Size([20, 10]), torch.Size([10, 10]), True)
     """
-    check_options(A, method, block, mode)
+    check_qr(A, method, block, mode)
     if not bool(torch.isfinite(A).all()):
         raise ValueError("A must be finite, but holds inf or nan")
     multiply = chosen_product(product, options)
@@ -160,7 +160,7 @@ def _compact(packed: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:
     return v, torch.linalg.solve_triangular(scaled, torch.diag(tau), upper=True, unitriangular=True)
 
 
-def check_options(A: Tensor, method: str, block: int, mode: str) -> None:
+def check_qr(A: Tensor, method: str, block: int, mode: str) -> None:
     """Raise for another kind of matrix or an option out of range."""
     if not isinstance(A, Tensor):
         raise TypeError(f"A must be a torch.Tensor, got {type(A).__name__}")
