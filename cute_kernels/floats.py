@@ -124,7 +124,7 @@ def _encode_power(x: Tensor, target: FloatFormat, saturate: bool) -> Tensor:
 def _table(name: str, device: torch.device) -> Tensor:
     """float32 (256,): values by code, NaN for bytes that are no code."""
     values = float_format(name, scale=True).values
-    return torch.tensor(values + [float("nan")] * (256 - len(values)), dtype=torch.float32).to(device)
+    return torch.tensor(values + [float("nan")] * (256 - len(values)), dtype=torch.float32, device="cpu").to(device)
 
 
 def decode(codes: Tensor, dtype: str, *, out_dtype: torch.dtype = torch.float32) -> Tensor:

@@ -308,7 +308,9 @@ def random(
     lengths = (last + 1).clamp(max=shape[1])
     ends = lengths.cumsum(0)
     total = int(ends[-1]) if len(ends) else 0
-    drawn = torch.randperm(total, generator=torch.Generator().manual_seed(seed))[: _num_stored(sparsity, total)]
+    drawn = torch.randperm(total, generator=torch.Generator().manual_seed(seed), device="cpu")[
+        : _num_stored(sparsity, total)
+    ]
     rows = torch.searchsorted(ends, drawn, right=True)
     found = torch.sort(rows * shape[1] + drawn - (ends - lengths)[rows]).values
     return Pattern._from_keys(found, shape, vector_length).to(device)

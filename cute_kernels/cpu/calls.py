@@ -26,12 +26,12 @@ _LARGE_PANEL = 1 << 24  # bytes; larger panels hold only the rows of B that A re
 
 def template(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Return a tensor of one element expanded to `shape`: torch allocates one like it in half the time of a new one."""
-    return torch.empty(1, dtype=dtype).expand(shape)
+    return torch.empty(1, dtype=dtype, device="cpu").expand(shape)
 
 
 def column_major_template(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
     """Return a column-major tensor without memory: ``torch.empty_like`` takes its strides for a new one."""
-    like = torch.empty_strided(shape, (1, shape[0]), dtype=dtype)
+    like = torch.empty_strided(shape, (1, shape[0]), dtype=dtype, device="cpu")
     like.untyped_storage().resize_(0)
     return like
 
@@ -181,12 +181,12 @@ def column_masks(a: SparseOperand) -> Tensor | None:
     """
     lengths, words = a.row_end - a.row_start, -(-a.columns // 64)  # (R,)
     stored, first = int(lengths.sum()), lengths.cumsum(0) - lengths
-    place = torch.arange(stored) + torch.repeat_interleave(a.row_start - first, lengths)  # (stored,)
-    rows = torch.repeat_interleave(torch.arange(lengths.numel()), lengths)
+    place = torch.arange(stored, device="cpu") + torch.repeat_interleave(a.row_start - first, lengths)  # (stored,)
+    rows = torch.repeat_interleave(torch.arange(lengths.numel(), device="cpu"), lengths)
     keys = rows * (words * 64) + a.col_indices[place]
     if bool((keys.diff() <= 0).any()):
         return None
-    bits = torch.zeros(lengths.numel(), words * 64, dtype=torch.uint8)
+    bits = torch.zeros(lengths.numel(), words * 64, dtype=torch.uint8, device="cpu")
     bits.view(-1)[keys] = 1
     packed = np.packbits(bits.numpy(), axis=1, bitorder="little")  # (R, 8 words)
     return torch.from_numpy(packed.view(np.int64))

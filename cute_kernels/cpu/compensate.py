@@ -99,9 +99,9 @@ def split_residual(x: Tensor, axis: int | None, *, high: float, truncate: bool, 
     slices = 1 if axis is None else x.shape[axis]
     if turned and axis is not None:
         axis = 1 - axis
-    planes = torch.empty(2, *rows.shape, dtype=torch.int8)
-    scales = torch.empty(2, slices, dtype=torch.float64)
-    totals = torch.empty(slices, dtype=torch.float64) if sums else None
+    planes = torch.empty(2, *rows.shape, dtype=torch.int8, device="cpu")
+    scales = torch.empty(2, slices, dtype=torch.float64, device="cpu")
+    totals = torch.empty(slices, dtype=torch.float64, device="cpu") if sums else None
     outputs = planes[0].data_ptr(), planes[1].data_ptr(), scales.data_ptr(), address_of(totals)
     mode = {None: 0, 0: 1, 1: 2}[axis]
     flags = extension.load_extension().split_residual(
@@ -120,7 +120,7 @@ def magnitude_sums(x: Tensor) -> tuple[Tensor, Tensor]:
     [[3.0, 7.0], [4.0, 6.0]]
     """
     rows, turned = _by_rows(x)
-    found = [torch.empty(n, dtype=torch.float64) for n in rows.shape]
+    found = [torch.empty(n, dtype=torch.float64, device="cpu") for n in rows.shape]
     addresses = (each.data_ptr() for each in found)
     extension.load_extension().magnitude_sums(*_matrix(rows), *addresses, torch.get_num_threads())
     return (found[1], found[0]) if turned else (found[0], found[1])
@@ -167,8 +167,8 @@ class EntrySelection:
         self.shape = (x.shape[1], x.shape[0]) if transposed else (x.shape[0], x.shape[1])
         slices = self.shape[0]
         check_array("levels", levels, torch.float32, 1 if levels.numel() == 1 else slices)
-        self.lengths = torch.empty(-(-slices // vector_length), dtype=torch.int64)
-        self.largest = torch.empty(slices, dtype=torch.float32)
+        self.lengths = torch.empty(-(-slices // vector_length), dtype=torch.int64, device="cpu")
+        self.largest = torch.empty(slices, dtype=torch.float32, device="cpu")
         self._vector_length, self._owners = vector_length, (rows, levels)
         one, across = levels.numel() == 1, turned != transposed
         self._arguments = *_matrix(rows), levels.data_ptr(), one, is_signed, across, vector_length
@@ -188,12 +188,12 @@ class EntrySelection:
         """Return the kept entries as integers, ``round(x / scale)``; `scale` float64, (1,) or (slices,)."""
         check_array("scale", scale, torch.float64, 1 if scale.numel() == 1 else self.shape[0])
         count, v = self.lengths.numel(), self._vector_length
-        starts = torch.zeros(count + 1, dtype=torch.int64)
+        starts = torch.zeros(count + 1, dtype=torch.int64, device="cpu")
         torch.cumsum((self.lengths + _STRIDE - 1) // _STRIDE * _STRIDE, 0, out=starts[1:])
         total = int(starts[-1])
-        columns = torch.empty(total, dtype=torch.int32)
-        planes = torch.empty(1, total // _STRIDE, v, _STRIDE, dtype=torch.uint8)
-        sums = torch.empty(1, count, v, dtype=torch.int64)
+        columns = torch.empty(total, dtype=torch.int32, device="cpu")
+        planes = torch.empty(1, total // _STRIDE, v, _STRIDE, dtype=torch.uint8, device="cpu")
+        sums = torch.empty(1, count, v, dtype=torch.int64, device="cpu")
         outputs = (each.data_ptr() for each in (starts, columns, planes, sums))
         extension.load_extension().fill_entries(
             *self._arguments, scale.data_ptr(), scale.numel() == 1, truncate, _STRIDE, *outputs, torch.get_num_threads()

@@ -141,9 +141,9 @@ def decompose_cpu(
             return tuple(plane.t() for plane in planes), scale, flags
         x = x.contiguous()
     rows, columns = x.shape
-    out = torch.empty(count, rows, columns, dtype=torch.int8)
+    out = torch.empty(count, rows, columns, dtype=torch.int8, device="cpu")
     size = () if axis is None else (x.shape[1 - axis],)
-    scale = torch.empty(size, dtype=torch.float64 if exact else torch.float32)
+    scale = torch.empty(size, dtype=torch.float64 if exact else torch.float32, device="cpu")
     flags = extension.load_extension().digits(
         x=x.data_ptr(),
         planes=out.data_ptr(),
@@ -225,7 +225,7 @@ def compress_cpu(ints: Tensor, mask: Tensor, vector_length: int, stride: int) ->
                          f"{(m, k)}, {tuple(mask.shape)}")  # fmt: skip
     ints, mask = _rows_of(ints), _rows_of(mask)
     count = -(-m // vector_length)
-    lengths = torch.empty(count, dtype=torch.int64)
+    lengths = torch.empty(count, dtype=torch.int64, device="cpu")
 
     def run(lengths: Tensor | None, starts: Tensor | None, columns: Tensor | None, values: Tensor | None) -> None:
         addresses = [0 if t is None else t.data_ptr() for t in (lengths, starts, columns, values)]
@@ -235,11 +235,11 @@ def compress_cpu(ints: Tensor, mask: Tensor, vector_length: int, stride: int) ->
         )  # fmt: skip
 
     run(lengths, None, None, None)
-    starts = torch.zeros(count + 1, dtype=torch.int64)
+    starts = torch.zeros(count + 1, dtype=torch.int64, device="cpu")
     torch.cumsum((lengths + stride - 1) // stride * stride, 0, out=starts[1:])
     total = int(starts[-1])
-    columns = torch.empty(total, dtype=torch.int32)
-    values = torch.empty(total // stride, vector_length, stride, dtype=ints.dtype)
+    columns = torch.empty(total, dtype=torch.int32, device="cpu")
+    values = torch.empty(total // stride, vector_length, stride, dtype=ints.dtype, device="cpu")
     run(None, starts, columns, values)
     start = starts[:-1]
     return start, start + lengths, columns, values

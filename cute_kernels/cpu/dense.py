@@ -101,8 +101,8 @@ def pack_right(
     if row != 1 and column != 1:  # no elements
         row, column = n, 1
     engine, panels = extension.ENGINE or extension.load_extension(), -(-n // PANEL)
-    packed = torch.empty(panels, -(-k // QUAD), PANEL, QUAD, dtype=torch.int8)
-    column_sums = torch.empty(panels * PANEL, dtype=torch.int32)
+    packed = torch.empty(panels, -(-k // QUAD), PANEL, QUAD, dtype=torch.int8, device="cpu")
+    column_sums = torch.empty(panels * PANEL, dtype=torch.int32, device="cpu")
     pointers = packed.data_ptr(), column_sums.data_ptr()
     engine.pack_digits(b.data_ptr(), k, n, row, column, *pointers, torch.get_num_threads())
     if bits == 4:
@@ -143,7 +143,7 @@ def _group_panels(name: str, x: Tensor | None, k: int, n: int, group: int | None
 def _nibbles(packed: Tensor, k: int) -> Tensor:
     """Panels of 4-bit integers, (panels, K / 4, 64, 4), as nibbles v + 8, two quads of k in a byte; zero beyond K."""
     panels, quads = packed.shape[:2]
-    shifted = torch.zeros(panels, quads + quads % 2, PANEL, QUAD, dtype=torch.uint8)
+    shifted = torch.zeros(panels, quads + quads % 2, PANEL, QUAD, dtype=torch.uint8, device="cpu")
     shifted[:, :quads] = packed + 8
     if k % QUAD:
         shifted[:, quads - 1, :, k % QUAD :] = 0
@@ -155,7 +155,7 @@ def _output(rows: int, n: int, dtype: torch.dtype, out: Tensor | None) -> tuple[
     if dtype not in OUT_TYPES:
         raise TypeError(f"out_dtype must be one of {[str(each) for each in OUT_TYPES]}, got {dtype}")
     if out is None:
-        return torch.empty(rows, n, dtype=dtype), n, 1
+        return torch.empty(rows, n, dtype=dtype, device="cpu"), n, 1
     check_address("out", out, dtype)
     if tuple(out.shape) != (rows, n):
         raise ValueError(f"out must have shape {(rows, n)}, got {tuple(out.shape)}")

@@ -96,10 +96,13 @@ def prepare_direct(B: Tensor, W: Tensor, wbar: Tensor) -> DirectRight:
     engine, threads = extension.ENGINE or extension.load_extension(), torch.get_num_threads()
     (digits,), scale, _ = decompose_cpu(B, 1, 0, high=_HIGH, radix=_RADIX)  # (K, N) int8, (N,)
     panels = -(-n // _PANEL)
-    packed = torch.empty(panels, -(-k // _QUAD), _PANEL, _QUAD, dtype=torch.int8)
-    column_sums = torch.empty(panels * _PANEL, dtype=torch.int32)
+    packed = torch.empty(panels, -(-k // _QUAD), _PANEL, _QUAD, dtype=torch.int8, device="cpu")
+    column_sums = torch.empty(panels * _PANEL, dtype=torch.int32, device="cpu")
     engine.pack_digits(digits.data_ptr(), k, n, n, 1, packed.data_ptr(), column_sums.data_ptr(), threads)
-    products, limits = torch.empty(2, k, PROBES, dtype=torch.float64), torch.empty(2, k, dtype=torch.float64)
+    products, limits = (
+        torch.empty(2, k, PROBES, dtype=torch.float64, device="cpu"),
+        torch.empty(2, k, dtype=torch.float64, device="cpu"),
+    )
     w = W.double()  # (N, 16)
     engine.probe_digits(
         B.data_ptr(), digits.data_ptr(), scale.data_ptr(), k, n, w.data_ptr(), wbar.data_ptr(), products.data_ptr(),
@@ -177,7 +180,7 @@ def direct(A: Tensor, right: DirectRight) -> DirectProduct:
         or A._is_zerotensor()
     ):
         raise _malformed(A, k)
-    out = torch.empty(shape[0], n, dtype=torch.float32)
+    out = torch.empty(shape[0], n, dtype=torch.float32, device="cpu")
     engine = extension.ENGINE or extension.load_extension()
     sums = engine.direct(right.handle, A.data_ptr(), stride[0], shape[0], out.data_ptr(), torch.get_num_threads())
     return DirectProduct(out, *sums)

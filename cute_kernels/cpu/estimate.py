@@ -93,7 +93,10 @@ def probe_right(B: Tensor, W: Tensor, wbar: Tensor) -> tuple[Tensor, Tensor]:
     b = _real_matrix("B", B)
     k, n = B.shape
     _check_probes(W, wbar, n)
-    products, bound = torch.empty(k, PROBES, dtype=torch.float64), torch.empty(k, dtype=torch.float64)
+    products, bound = (
+        torch.empty(k, PROBES, dtype=torch.float64, device="cpu"),
+        torch.empty(k, dtype=torch.float64, device="cpu"),
+    )
     extension.load_extension().probe_right(
         b, W.data_ptr(), wbar.data_ptr(), products.data_ptr(), bound.data_ptr(), torch.get_num_threads()
     )
@@ -148,7 +151,7 @@ def judge(A: Tensor, BW: Tensor, bound: Tensor, C: Tensor, W: Tensor, wbar: Tens
     check_array("BW", BW, torch.float64, k, PROBES)
     check_array("bound", bound, torch.float64, k)
     _check_probes(W, wbar, n)
-    gram = torch.empty(PROBES, PROBES, dtype=torch.float64)
+    gram = torch.empty(PROBES, PROBES, dtype=torch.float64, device="cpu")
     sums = extension.load_extension().judge(
         a, BW.data_ptr(), bound.data_ptr(), c, W.data_ptr(), wbar.data_ptr(), gram.data_ptr(), torch.get_num_threads()
     )

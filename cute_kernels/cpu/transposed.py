@@ -80,7 +80,7 @@ def pack_transposed(
         if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < size:
             raise ValueError(f"{name} must lie in [0, {size}), got {int(index.min())} to {int(index.max())}")
     order = torch.argsort(columns, stable=True)
-    offsets = torch.zeros(k + 1, dtype=torch.int64)
+    offsets = torch.zeros(k + 1, dtype=torch.int64, device="cpu")
     torch.cumsum(torch.bincount(columns.long(), minlength=k), 0, out=offsets[1:])
     blocks, sorted_planes = vector_rows[order], planes[:, order]
     if length == 1:
@@ -127,7 +127,7 @@ def spmm_transposed(a: TransposedOperand, b: list[Tensor], b_signed: bool, colum
             check_address("b", other, torch.uint8)
             if tuple(other.shape[-2:]) != (a.rows, columns) or not other.is_contiguous():
                 raise ValueError(f"b must be contiguous, of shape (..., {a.rows}, {columns}), got {tuple(other.shape)}")
-            out = torch.empty(*batch, k, columns, dtype=torch.int32)
+            out = torch.empty(*batch, k, columns, dtype=torch.int32, device="cpu")
             load_extension().spmm_transposed(
                 a.offsets.data_ptr(), a.blocks.data_ptr(), plane.data_ptr(), other.data_ptr(), out.data_ptr(), k,
                 a.rows, columns, batch.numel(), plane.shape[-1], a.signed and i == len(a.planes) - 1,

@@ -273,7 +273,7 @@ class _ResultBuffer(threading.local):
     """Pinned host memory to which a kernel writes the sums of one thread's comparison."""
 
     def __init__(self) -> None:
-        self.sums = torch.empty(SUMS, dtype=torch.float64, pin_memory=True)
+        self.sums = torch.empty(SUMS, dtype=torch.float64, pin_memory=True, device="cpu")
         self.words = self.sums.numpy().view(np.int64)
 
 

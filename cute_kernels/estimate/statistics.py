@@ -212,7 +212,7 @@ class StatisticsFuture:
 
     def __init__(self, samples: tuple[OperandSample, OperandSample], pair: Tensor, numbers: Tensor) -> None:
         self.samples, self._pair = samples, pair
-        self._host = torch.empty(_NUMBERS, dtype=torch.float64, pin_memory=True)
+        self._host = torch.empty(_NUMBERS, dtype=torch.float64, pin_memory=True, device="cpu")
         self._host.copy_(numbers, non_blocking=True)
         self._copied = torch.cuda.Event()
         self._copied.record()

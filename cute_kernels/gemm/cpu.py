@@ -33,7 +33,10 @@ def int_mm_is_exact() -> bool:
     It shifts one operand to unsigned bytes, so that all four corners of the range are tried, at two lengths of K.
     """
     for k, x, y in product((67, 256), (-128, 127), (-128, 127)):
-        a, b = torch.full((17, k), x, dtype=torch.int8), torch.full((k, 33), y, dtype=torch.int8)
+        a, b = (
+            torch.full((17, k), x, dtype=torch.int8, device="cpu"),
+            torch.full((k, 33), y, dtype=torch.int8, device="cpu"),
+        )
         try:
             if not bool((torch._int_mm(a, b) == k * x * y).all()):
                 return False
@@ -167,7 +170,7 @@ def _engine(
     """Return the product (M, N) by the engine, scaled if the output is a float, plus `c` in float32."""
     out = None if c is None else c.clone(memory_format=torch.contiguous_format)
     if bias is None and _is_swapped(a, b):
-        out = torch.empty(a.shape[0], b.shape[1], dtype=out_dtype) if out is None else out
+        out = torch.empty(a.shape[0], b.shape[1], dtype=out_dtype, device="cpu") if out is None else out
         rows = _with_contiguous_rows(b.t())  # (N, K)
         dense.multiply(
             rows, dense.pack_right(a.t()), row_scale=col_scale, col_scale=row_scale, columns_first=True,
@@ -188,7 +191,7 @@ def _matmul(a: Tensor, b: Tensor, max_k: int) -> Tensor:
     multiply = _engine if backend == "engine" else _int_mm
     if k <= max_k:
         return multiply(a, b)
-    total = torch.zeros(a.shape[0], b.shape[1], dtype=torch.int64)  # (M, N)
+    total = torch.zeros(a.shape[0], b.shape[1], dtype=torch.int64, device="cpu")  # (M, N)
     for i in range(0, k, max_k):
         total += multiply(a[:, i : i + max_k], b[i : i + max_k])  # (M, N)
     return total

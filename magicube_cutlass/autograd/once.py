@@ -37,7 +37,7 @@ def once(backward: Backward) -> Backward:
             found = backward(ctx, *grads)
         if not torch.is_grad_enabled():
             return found
-        anchor = torch.empty(0, requires_grad=True)  # so that the results need a gradient in any case
+        anchor = torch.empty(0, requires_grad=True, device="cpu")  # so that the results need a gradient in any case
         given = [each for each in found if each is not None]
         sources = [each for each in (*grads, *ctx.saved_tensors) if each is not None and each.requires_grad]
         refusing = iter(_Refuse.apply(len(given), *given, *sources, anchor))

@@ -24,7 +24,7 @@ FLOAT64_EXACT = 2**53  # float64 holds every integer up to here
 def random_operand(rows: int, cols: int, bits: int, seed: int) -> QuantTensor:
     """Return uniform integers of the full signed range, without a scale."""
     low, high = int_range(bits, True)
-    ints = torch.randint(low, high + 1, (rows, cols), generator=torch.Generator().manual_seed(seed))
+    ints = torch.randint(low, high + 1, (rows, cols), generator=torch.Generator().manual_seed(seed), device="cpu")
     return QuantTensor.from_ints(ints, bits=bits)
 
 
@@ -32,7 +32,7 @@ def random_matrix(pattern: Pattern, bits: int, seed: int) -> SRBCRS:
     """Return uniform integers of the full signed range on a pattern."""
     low, high = int_range(bits, True)
     shape = (pattern.vectors, pattern.vector_length)
-    vectors = torch.randint(low, high + 1, shape, generator=torch.Generator().manual_seed(seed))
+    vectors = torch.randint(low, high + 1, shape, generator=torch.Generator().manual_seed(seed), device="cpu")
     return SRBCRS.from_pattern(pattern, vectors, bits=bits)
 
 
@@ -133,7 +133,7 @@ def dynamic_linear(linear: torch.nn.Linear) -> torch.nn.Module | None:
             made: torch.nn.Module = torch.ao.quantization.quantize_dynamic(
                 torch.nn.Sequential(linear), {torch.nn.Linear}, dtype=torch.qint8
             )
-            made(torch.zeros(1, linear.in_features))
+            made(torch.zeros(1, linear.in_features, device="cpu"))
         except (RuntimeError, NotImplementedError):
             return None
     return made

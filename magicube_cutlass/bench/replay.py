@@ -39,7 +39,7 @@ class Replay(NamedTuple):
 
 def _random_ints(shape: list[int], bits: int, signed: bool) -> Tensor:
     low, high = int_range(bits, signed)
-    return torch.randint(low, high + 1, shape)
+    return torch.randint(low, high + 1, shape, device="cpu")
 
 
 def _tensor(found: dict[str, Any]) -> Tensor:
@@ -47,21 +47,21 @@ def _tensor(found: dict[str, Any]) -> Tensor:
     turned = len(shape) > 1 and strides[-1] != 1 and strides[-2] == 1
     sizes = [*shape[:-2], shape[-1], shape[-2]] if turned else shape
     if dtype == torch.bool:
-        made = torch.rand(sizes) < 0.1
+        made = torch.rand(sizes, device="cpu") < 0.1
     elif dtype.is_floating_point:
-        made = torch.randn(sizes).to(dtype)
+        made = torch.randn(sizes, device="cpu").to(dtype)
     else:
         info = torch.iinfo(dtype)
-        made = torch.randint(max(info.min, -(2**31)), min(info.max, 2**31 - 1), sizes).to(dtype)
+        made = torch.randint(max(info.min, -(2**31)), min(info.max, 2**31 - 1), sizes, device="cpu").to(dtype)
     return made.mT if turned else made
 
 
 def _sparse(found: dict[str, Any]) -> SRBCRS | BCRS:
     pattern, bits = _pattern(found), found.get("bits")
-    scale = None if found["scale"] is None else torch.ones(found["scale"])
+    scale = None if found["scale"] is None else torch.ones(found["scale"], device="cpu")
     size = [pattern.vectors, pattern.vector_length]
     if bits is None:
-        vectors = torch.randn(size).to(getattr(torch, found["dtype"]))
+        vectors = torch.randn(size, device="cpu").to(getattr(torch, found["dtype"]))
     else:
         vectors = _random_ints(size, bits, found["signed"])
     options: dict[str, Any] = {"bits": bits, "signed": found["signed"], "scale": scale}
@@ -95,14 +95,16 @@ def random_operand_of(found: dict[str, Any]) -> Any:
     if kind in ("SRBCRS", "BCRS"):
         return _sparse(found)
     if kind == "QuantTensor":
-        scale = None if found["scale"] is None else torch.ones(found["scale"])
+        scale = None if found["scale"] is None else torch.ones(found["scale"], device="cpu")
         ints = _random_ints(found["shape"], found["bits"], found["signed"])
         return QuantTensor.from_ints(ints, bits=found["bits"], signed=found["signed"], scale=scale)
     if kind == "ScaledFloatTensor":
         block = found.get("block")
         block = tuple(block) if isinstance(block, list) else block
         of_scale = found["scale_dtype"] if block is not None else None
-        return quantize_floats(torch.randn(found["shape"]), found["dtype"], found.get("axis"), block, of_scale)
+        return quantize_floats(
+            torch.randn(found["shape"], device="cpu"), found["dtype"], found.get("axis"), block, of_scale
+        )
     raise ValueError(f"operands of kind {kind} cannot be made anew")
 
 

@@ -44,10 +44,10 @@ def stride_cells(pattern: Pattern, stride: int) -> np.ndarray[Any, np.dtype[np.f
     import torch
 
     rows, columns = pattern.row_indices, pattern.col_indices.long()
-    position = torch.arange(pattern.vectors) - pattern.row_offsets[:-1][rows]
+    position = torch.arange(pattern.vectors, device="cpu") - pattern.row_offsets[:-1][rows]
     tall, wide = (max(1, -(-size // PIXELS)) for size in (pattern.vector_rows, pattern.shape[1]))
     height, width = max(1, -(-pattern.vector_rows // tall)), max(1, -(-pattern.shape[1] // wide))
-    cells = torch.zeros(height * width, dtype=torch.float64)
+    cells = torch.zeros(height * width, dtype=torch.float64, device="cpu")
     cells.scatter_reduce_(0, rows // tall * width + columns // wide, 1 + (position // stride % 2).double(), "amax")
     return cells.view(height, width).numpy()
 

@@ -151,12 +151,12 @@ def _sparse_products() -> Iterator[tuple[Costs, Callable[[], object]]]:
 
     for m, k, n, zeros, out_dtype in _SPARSE:
         pattern = random_pattern(m, k, zeros, 8, seed=0)
-        matrix = SRBCRS.from_pattern(pattern, torch.ones(pattern.vectors, 8, dtype=torch.int8), bits=8)
+        matrix = SRBCRS.from_pattern(pattern, torch.ones(pattern.vectors, 8, dtype=torch.int8, device="cpu"), bits=8)
         start, end, columns, planes, sums = pack_operand(matrix)
         a = engine.SparseOperand(start, end, columns, planes, sums, m, k, 8, True)
-        b = torch.ones(k, n, dtype=torch.int8)
+        b = torch.ones(k, n, dtype=torch.int8, device="cpu")
         operand = engine.DenseOperand(b, 8, True, -2, -1)
-        scale = None if out_dtype == torch.int32 else torch.ones(m)
+        scale = None if out_dtype == torch.int32 else torch.ones(m, device="cpu")
         call = engine.SpmmCall(a, operand, torch.Size((m, n)), out_dtype, scale, None)
         terms = sparse_terms(m, k, n, pattern.vectors, 8, 1, 1, out_dtype.itemsize * 8)
         yield terms, partial(call, b, None, None, None)
@@ -168,10 +168,10 @@ def _dense_products() -> Iterator[_Product]:
 
     by_engine = packs_weights()
     for m, k, n in _DENSE:
-        a, b = torch.ones(m, k, dtype=torch.int8), torch.ones(n, k, dtype=torch.int8).t()
+        a, b = torch.ones(m, k, dtype=torch.int8, device="cpu"), torch.ones(n, k, dtype=torch.int8, device="cpu").t()
         right = pack_right(a.t()) if by_engine else None  # the matrix is packed once
-        for out_dtype, scale in ((torch.int32, None), (torch.float32, torch.ones(m))):
-            out = torch.empty(m, n, dtype=out_dtype)
+        for out_dtype, scale in ((torch.int32, None), (torch.float32, torch.ones(m, device="cpu"))):
+            out = torch.empty(m, n, dtype=out_dtype, device="cpu")
             run: Callable[[], object] = partial(gemm, a, b, scale_a=scale, out=out, out_dtype=out_dtype)
             if right is not None:
                 run = partial(multiply, b.t(), right, col_scale=scale, out_dtype=out_dtype, out=out.t())
@@ -185,14 +185,16 @@ def _layer_products() -> Iterator[tuple[_Product, _Product]]:
     weights = []
     for m, k, zeros in _LAYERS:
         pattern = random_pattern(m, k, zeros, 8, seed=0)
-        matrix = SRBCRS.from_pattern(pattern, torch.ones(pattern.vectors, 8, dtype=torch.int8), bits=8)
+        matrix = SRBCRS.from_pattern(pattern, torch.ones(pattern.vectors, 8, dtype=torch.int8, device="cpu"), bits=8)
         start, end, columns, planes, sums = pack_operand(matrix)
         operand = engine.SparseOperand(start, end, columns, planes, sums, m, k, 8, True)
-        weights.append((operand, pack_right(torch.ones(m, k, dtype=torch.int8).t()), float(pattern.vectors * 8)))
+        weights.append(
+            (operand, pack_right(torch.ones(m, k, dtype=torch.int8, device="cpu").t()), float(pattern.vectors * 8))
+        )
     for tokens in CLASSES:
         for operand, right, stored in weights:
             sparse = linear.pack_left(operand, tokens)
-            (m, k), x = sparse.shape, torch.ones(tokens, sparse.shape[1])
+            (m, k), x = sparse.shape, torch.ones(tokens, sparse.shape[1], device="cpu")
             runs = [
                 partial(linear.LinearCall(weight, tokens, k, 8, torch.float32), x, None, None, None)
                 for weight in (sparse, right)

@@ -20,10 +20,10 @@ PREFIX = "cpu:"  # of the names of kernels: behind it the formats of the dense o
 def csr_copy(pattern: Pattern, vectors: Tensor) -> list[Tensor]:
     """Return row offsets, columns and float32 values of every stored element, from `vectors` (vectors, V)."""
     v, m = pattern.vector_length, pattern.shape[0]
-    rows = (pattern.row_indices * v + torch.arange(v)[:, None]).flatten()  # (V * vectors,)
+    rows = (pattern.row_indices * v + torch.arange(v, device="cpu")[:, None]).flatten()  # (V * vectors,)
     order = torch.argsort(rows, stable=True)
     order = order[rows[order] < m]
-    offsets = torch.zeros(m + 1, dtype=torch.int64)
+    offsets = torch.zeros(m + 1, dtype=torch.int64, device="cpu")
     torch.cumsum(torch.bincount(rows[order], minlength=m), 0, out=offsets[1:])
     columns = pattern.col_indices.to(torch.int64).repeat(v)[order]
     return [offsets, columns, vectors.mT.flatten()[order]]
@@ -32,7 +32,7 @@ def csr_copy(pattern: Pattern, vectors: Tensor) -> list[Tensor]:
 def _csr(offsets: Tensor, columns: Tensor, values: Tensor, shape: tuple[int, int]) -> Tensor:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Sparse CSR tensor support is in beta")
-        return torch.sparse_csr_tensor(offsets, columns, values, shape, check_invariants=False)
+        return torch.sparse_csr_tensor(offsets, columns, values, shape, check_invariants=False, device="cpu")
 
 
 def spmm(
@@ -51,7 +51,7 @@ def spmm(
         found = _csr(offsets, columns, values, (rows, inner)) @ wide  # (M, batch * N)
         total = found.view(rows, batch, n).permute(1, 0, 2)  # (batch, M, N)
     else:
-        total = torch.zeros(batch, rows, n)
+        total = torch.zeros(batch, rows, n, device="cpu")
     total = total.reshape(out.shape)
     if row_scale is not None:
         total = total * (row_scale.unsqueeze(-1) if row_scale.ndim else row_scale)
@@ -95,17 +95,17 @@ def sddmm(
         return
     v, m, n = out.shape[-2], x.shape[-2], y.shape[-2]
     places = out.shape[-3:]
-    row_of = (owner[:, None] * v + torch.arange(v))[:, :, None].expand(places)  # (blocks, V, stride)
+    row_of = (owner[:, None] * v + torch.arange(v, device="cpu"))[:, :, None].expand(places)  # (blocks, V, stride)
     column_of = columns[:, None].expand(places).to(torch.int64)
     inside = (column_of >= 0) & (row_of < m)
     at, to = row_of[inside], column_of[inside]
     order = torch.argsort(at * n + to)
-    offsets = torch.zeros(m + 1, dtype=torch.int64)
+    offsets = torch.zeros(m + 1, dtype=torch.int64, device="cpu")
     torch.cumsum(torch.bincount(at, minlength=m), 0, out=offsets[1:])
-    pattern = _csr(offsets, to[order], torch.zeros(order.numel()), (m, n))
+    pattern = _csr(offsets, to[order], torch.zeros(order.numel(), device="cpu"), (m, n))
     xs, ys, outs = x.reshape(-1, *x.shape[-2:]), y.reshape(-1, *y.shape[-2:]), out.view(-1, *places)
     for i in range(outs.shape[0]):
-        total = torch.empty(order.numel())
+        total = torch.empty(order.numel(), device="cpu")
         total[order] = torch.sparse.sampled_addmm(pattern, xs[i], ys[i].mT, beta=0.0).values()
         for factor, index in ((row_scale, at), (col_scale, to)):
             if factor is not None:

@@ -139,7 +139,7 @@ class ArrayMethods(ABC):
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Sparse CSR tensor support is in beta")
             csr = torch.sparse_csr_tensor(
-                offsets, columns, torch.from_numpy(found.data), self.shape, check_invariants=False
+                offsets, columns, torch.from_numpy(found.data), self.shape, check_invariants=False, device="cpu"
             )
             return csr.to(self.values.device)
 

@@ -60,7 +60,7 @@ def from_block_mask(mask: Any, *, vector_length: int = 8) -> Pattern | list[Patt
 def _listed(counts: Tensor | None, indices: Tensor | None, head: int) -> Tensor:
     """(query block, key block) of each listed block, int64 (n, 2)."""
     if counts is None or indices is None:
-        return torch.empty(0, 2, dtype=torch.int64)
+        return torch.empty(0, 2, dtype=torch.int64, device="cpu")
     counts, indices = counts[0, head].long(), indices[0, head].long()
     rows, slots = (torch.arange(indices.shape[-1], device=counts.device) < counts[:, None]).nonzero().unbind(1)
     return torch.stack((rows, indices[rows, slots]), 1)

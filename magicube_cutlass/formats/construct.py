@@ -293,7 +293,7 @@ def scipy_parts(matrix: Any, vector_length: int, bits: int, signed: bool, axis: 
     coo = matrix.tocoo()
     if coo.ndim != 2:
         raise ValueError(f"matrix must have 2 dimensions, got {coo.ndim}")
-    rows, cols, values = (torch.as_tensor(array.copy()) for array in (coo.row, coo.col, coo.data))
+    rows, cols, values = (torch.as_tensor(array.copy(), device="cpu") for array in (coo.row, coo.col, coo.data))
     return coordinate_parts(rows.long(), cols.long(), values, coo.shape, vector_length, bits, signed, axis)
 
 
@@ -337,7 +337,7 @@ def smtx_parts(path: str | PathLike[str], vector_length: int, bits: int, signed:
     low, high = int_range(bits, signed)
     pattern = read_smtx(path, vector_length=vector_length)
     generator = torch.Generator().manual_seed(seed)
-    vectors = torch.randint(low, high + 1, (pattern.vectors, vector_length), generator=generator)
+    vectors = torch.randint(low, high + 1, (pattern.vectors, vector_length), generator=generator, device="cpu")
     return Parts(pattern, narrow(vectors, bits, signed), None)
 
 

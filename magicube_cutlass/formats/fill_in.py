@@ -93,5 +93,5 @@ def mask_pattern(mask: Any) -> Pattern | None:
     coo = mask.tocoo()
     if coo.ndim != 2:
         raise ValueError(f"mask must have 2 dimensions, got {coo.ndim}")
-    rows, cols = (torch.as_tensor(each.copy()).long() for each in (coo.row, coo.col))
+    rows, cols = (torch.as_tensor(each.copy(), device="cpu").long() for each in (coo.row, coo.col))
     return exact_pattern(rows, cols, (coo.shape[0], coo.shape[1]))

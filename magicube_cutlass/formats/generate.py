@@ -73,7 +73,7 @@ def prune(
             raise ValueError("weight must be finite, got inf or nan (or values whose squares overflow float64)")
         order = torch.sort(energy, descending=True, stable=True).indices
     elif method == "random":
-        order = torch.randperm(rows * k, generator=torch.Generator().manual_seed(seed)).to(weight.device)
+        order = torch.randperm(rows * k, generator=torch.Generator().manual_seed(seed), device="cpu").to(weight.device)
     else:
         raise ValueError(f"method must be 'magnitude' or 'random', got {method!r}")
     mask = torch.zeros(rows * k, dtype=torch.bool, device=weight.device)
@@ -126,17 +126,19 @@ def random_pattern(
     generator = torch.Generator().manual_seed(seed)
     stored = _num_stored(sparsity, rows * k)
     if distribution == "uniform":
-        mask = torch.zeros(rows * k, dtype=torch.bool)
-        mask[torch.randperm(rows * k, generator=generator)[:stored]] = True
+        mask = torch.zeros(rows * k, dtype=torch.bool, device="cpu")
+        mask[torch.randperm(rows * k, generator=generator, device="cpu")[:stored]] = True
         return Pattern.from_vector_mask(mask.view(rows, k), m, vector_length)
     if distribution == "skewed":
-        lengths = _skewed_lengths(rows, k, (1 - sparsity) * k)[torch.randperm(rows, generator=generator)]
+        lengths = _skewed_lengths(rows, k, (1 - sparsity) * k)[torch.randperm(rows, generator=generator, device="cpu")]
     elif distribution == "fixed":
-        lengths = torch.full((rows,), _num_stored(sparsity, k))
+        lengths = torch.full((rows,), _num_stored(sparsity, k), device="cpu")
     else:
         raise ValueError(f"distribution must be 'uniform', 'skewed' or 'fixed', got {distribution!r}")
-    order = torch.rand(rows, k, generator=generator).argsort(1)
-    mask = torch.zeros(rows, k, dtype=torch.bool).scatter_(1, order, torch.arange(k) < lengths[:, None])
+    order = torch.rand(rows, k, generator=generator, device="cpu").argsort(1)
+    mask = torch.zeros(rows, k, dtype=torch.bool, device="cpu").scatter_(
+        1, order, torch.arange(k, device="cpu") < lengths[:, None]
+    )
     return Pattern.from_vector_mask(mask, m, vector_length)
 
 
@@ -149,7 +151,11 @@ def _num_stored(sparsity: float, total: int) -> int:
 def _skewed_lengths(rows: int, k: int, mean: float) -> Tensor:
     """Row lengths on a line from ``mean / 3`` to ``5 mean / 3``, less steep if that would exceed `k`."""
     longest = min(mean * 2 * SKEW / (SKEW + 1), k)
-    line = torch.linspace(2 * mean - longest, longest, rows, dtype=torch.float64) if rows > 1 else torch.tensor([mean])
+    line = (
+        torch.linspace(2 * mean - longest, longest, rows, dtype=torch.float64, device="cpu")
+        if rows > 1
+        else torch.tensor([mean], device="cpu")
+    )
     # rounding the running sum, not each length, keeps the total
     ends = torch.floor(line[:rows].double().cumsum(0) + 0.5)
     return ends.diff(prepend=ends.new_zeros(1)).clamp(0, k).to(torch.int64)

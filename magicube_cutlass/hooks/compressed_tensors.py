@@ -191,7 +191,7 @@ def save_compressed(model: nn.Module, folder: str | os.PathLike[str]) -> dict[st
             continue
         weight = GroupTensor(ints, scale, None, kind.bits, kind.group_size, layer.in_features)
         state[f"{name}.weight_packed"] = pack_int32(weight.ints(), kind.bits)
-        state[f"{name}.weight_shape"] = torch.tensor(weight.shape)
+        state[f"{name}.weight_shape"] = torch.tensor(weight.shape, device="cpu")
     path.mkdir(parents=True, exist_ok=True)
     save_file(
         {key: each.contiguous().clone() for key, each in state.items()}, path / "model.safetensors", {"format": "pt"}

@@ -111,7 +111,7 @@ def _orders(rows: int, config: Any) -> Iterator[Tensor | None]:
     for name in ("num_attention_heads", "num_key_value_heads"):
         heads = getattr(config, name, None)
         if heads and rows % (2 * heads) == 0:
-            yield torch.arange(rows).view(heads, rows // heads // 2, 2).transpose(1, 2).reshape(-1)
+            yield torch.arange(rows, device="cpu").view(heads, rows // heads // 2, 2).transpose(1, 2).reshape(-1)
 
 
 def _rows(weight: GroupTensor, rows: Tensor) -> GroupTensor:
@@ -129,12 +129,12 @@ def _matching(weight: Tensor, stored: GroupTensor, config: Any) -> GroupTensor |
     if tuple(weight.shape) != stored.shape:
         return None
     for order in _orders(weight.shape[0], config):
-        several = torch.arange(weight.shape[0])[:: max(1, weight.shape[0] // 16)]  # before all of them
+        several = torch.arange(weight.shape[0], device="cpu")[:: max(1, weight.shape[0] // 16)]  # before all of them
         taken = several if order is None else order[several]
         if not _is_close(_rows(stored, taken), weight[several]):
             continue
         found = stored if order is None else _rows(stored, order)
-        parts = torch.arange(weight.shape[0]).split(_CHUNK)
+        parts = torch.arange(weight.shape[0], device="cpu").split(_CHUNK)
         if all(_is_close(_rows(found, part), weight[part]) for part in parts):
             return found
     return None

@@ -120,7 +120,7 @@ class MagicubeQuantizer(HfQuantizer):
         state = model.state_dict()
         for name, layer in _quantized(model).items():
             if layer.frozen:
-                state[f"{name}.weight"] = torch.empty(0)
+                state[f"{name}.weight"] = torch.empty(0, device="cpu")
             else:
                 del state[f"{name}._extra_state"]  # the config has the options
         return state, {}

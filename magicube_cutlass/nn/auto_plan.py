@@ -180,7 +180,7 @@ def predict_layer(m: int, k: int, rows: int, config: LayerConfig | None, threads
     layer: nn.Module = nn.Linear(k, m)
     layer = layer if config is None else make_layer(layer, config)
     layer.eval()
-    x, best, start = torch.randn(rows, k), float("inf"), time.perf_counter()
+    x, best, start = torch.randn(rows, k, device="cpu"), float("inf"), time.perf_counter()
     with torch.no_grad():
         layer(x)
         while time.perf_counter() - start < _SECONDS or best == float("inf"):
@@ -192,7 +192,7 @@ def predict_layer(m: int, k: int, rows: int, config: LayerConfig | None, threads
 
 def _predict(layer: nn.Module, rows: int, config: LayerConfig | None) -> float:
     shape = weight_shape(layer)
-    k = shape[1] if len(shape) == 2 else int(torch.tensor(shape[1:]).prod())
+    k = shape[1] if len(shape) == 2 else int(torch.tensor(shape[1:], device="cpu").prod())
     if kind_of_module(layer) == "embedding" or rows == 0:
         return 0.0
     return predict_layer(shape[0], k, rows, config, torch.get_num_threads())

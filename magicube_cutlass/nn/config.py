@@ -72,7 +72,7 @@ class SparseQuantConfig:
 
     def to_tensor(self) -> Tensor:
         """Return the options as bytes of JSON, uint8, so that a state dict holds tensors only."""
-        return torch.tensor(list(json.dumps(asdict(self)).encode()), dtype=torch.uint8)
+        return torch.tensor(list(json.dumps(asdict(self)).encode()), dtype=torch.uint8, device="cpu")
 
     @classmethod
     def from_tensor(cls, stored: Tensor) -> SparseQuantConfig:
@@ -158,7 +158,7 @@ class QuantConfig:
 
     def to_tensor(self) -> Tensor:
         """Return the options as bytes of JSON, uint8."""
-        return torch.tensor(list(json.dumps(asdict(self)).encode()), dtype=torch.uint8)
+        return torch.tensor(list(json.dumps(asdict(self)).encode()), dtype=torch.uint8, device="cpu")
 
     @classmethod
     def from_tensor(cls, stored: Tensor) -> QuantConfig:

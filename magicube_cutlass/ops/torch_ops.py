@@ -29,9 +29,9 @@ def _matrix_ints(a: engine.SparseOperand) -> Tensor:
     """The sparse operand as a dense int64 matrix (M, K), for the path without a compiled engine."""
     ints = combine_digits(a.planes, a.bits, a.signed)  # (blocks, V, stride)
     blocks, v, stride = ints.shape
-    dense = torch.zeros(a.row_start.numel() * v, a.columns, dtype=torch.int64)
-    block_row = torch.searchsorted(a.row_start // stride, torch.arange(blocks), right=True) - 1
-    rows = (block_row[:, None] * v + torch.arange(v))[:, :, None].expand_as(ints)
+    dense = torch.zeros(a.row_start.numel() * v, a.columns, dtype=torch.int64, device="cpu")
+    block_row = torch.searchsorted(a.row_start // stride, torch.arange(blocks, device="cpu"), right=True) - 1
+    rows = (block_row[:, None] * v + torch.arange(v, device="cpu"))[:, :, None].expand_as(ints)
     cols = a.col_indices.view(blocks, 1, stride).expand_as(ints).long()
     used = cols >= 0
     dense[rows[used], cols[used]] = ints[used]
@@ -183,8 +183,10 @@ def _sddmm_cpu(
     full = scale_out(total, out.dtype, None if row_scale is None else row_scale.unsqueeze(-1),
                      None if col_scale is None else col_scale.unsqueeze(-2))  # fmt: skip
     full = torch.nn.functional.pad(full, (0, 0, 0, row_start.numel() * vector_length - m))
-    owner = torch.searchsorted(row_start // stride, torch.arange(blocks), right=True) - 1
-    rows = (owner[:, None] * vector_length + torch.arange(vector_length))[:, :, None].expand(out.shape[-3:])
+    owner = torch.searchsorted(row_start // stride, torch.arange(blocks, device="cpu"), right=True) - 1
+    rows = (owner[:, None] * vector_length + torch.arange(vector_length, device="cpu"))[:, :, None].expand(
+        out.shape[-3:]
+    )
     cols = col_indices.view(blocks, 1, stride).expand(out.shape[-3:]).long()
     out.copy_(full[..., rows, cols.clamp(min=0)].masked_fill_(cols < 0, 0))
 
@@ -234,7 +236,7 @@ def _sddmm(
     if kernel != "cpu":
         row_start, _, col_indices = pattern
         blocks = col_indices.numel() // stride
-        owner = torch.searchsorted(row_start // stride, torch.arange(blocks), right=True) - 1
+        owner = torch.searchsorted(row_start // stride, torch.arange(blocks, device="cpu"), right=True) - 1
         names = kernel.removeprefix(float_products.PREFIX).split(":")
         sides = (
             float_products.rows(x, names[0], packed[0], -1, (m, k)),

@@ -117,9 +117,9 @@ def _by_csr(matrix: SRBCRS, b: Tensor) -> Tensor:
     """``A^T B`` by torch's CSR product in the dtype of `b`; a row holds the vectors of a column of A."""
     pattern, v = matrix.pattern, matrix.vector_length
     order = torch.argsort(pattern.col_indices, stable=True)
-    offsets = torch.zeros(matrix.shape[1] + 1, dtype=torch.int64)
+    offsets = torch.zeros(matrix.shape[1] + 1, dtype=torch.int64, device="cpu")
     torch.cumsum(torch.bincount(pattern.col_indices.long(), minlength=matrix.shape[1]) * v, 0, out=offsets[1:])
-    columns = (pattern.row_indices[order][:, None] * v + torch.arange(v)).flatten()
+    columns = (pattern.row_indices[order][:, None] * v + torch.arange(v, device="cpu")).flatten()
     vectors = matrix.vectors()
     values = indexable_view(vectors)[order].view(vectors.dtype).to(b.dtype).flatten()
     batch, n, padded = b.shape[:-2], b.shape[-1], pattern.vector_rows * v
@@ -129,7 +129,9 @@ def _by_csr(matrix: SRBCRS, b: Tensor) -> Tensor:
         return b.new_zeros(*batch, matrix.shape[1], n)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Sparse CSR tensor support is in beta")
-        csr = torch.sparse_csr_tensor(offsets, columns, values, (matrix.shape[1], padded), check_invariants=False)
+        csr = torch.sparse_csr_tensor(
+            offsets, columns, values, (matrix.shape[1], padded), check_invariants=False, device=values.device
+        )
     found = csr @ wide  # (K, batch * N)
     return found.view(matrix.shape[1], -1, n).permute(1, 0, 2).reshape(*batch, matrix.shape[1], n)
 

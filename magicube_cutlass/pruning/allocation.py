@@ -217,7 +217,7 @@ def row_sensitivity(
         with torch.enable_grad():
             for batch in data:
                 vectors = embed(forward_batch(model, batch), batch)
-                direction = torch.randn(vectors.shape, generator=generator).to(vectors)
+                direction = torch.randn(vectors.shape, generator=generator, device="cpu").to(vectors)
                 torch.autograd.grad((vectors * direction).sum(), first)
     finally:
         for handle in handles:

@@ -322,7 +322,9 @@ def _order(epoch: int, batches: int, seed: int) -> Tensor:
     key = (epoch, batches, seed)
     if key not in _orders:
         _orders.clear()
-        _orders[key] = torch.randperm(batches, generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch))
+        _orders[key] = torch.randperm(
+            batches, generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch), device="cpu"
+        )
     return _orders[key]
 
 

@@ -32,5 +32,5 @@ def nested_scales(largest: Tensor, target: FloatFormat) -> tuple[Tensor, Tensor]
     tensor_scale = float_scales(top / inner.largest, target)
     codes = floats.encode(largest.double() / (tensor_scale.double() * target.largest), "e4m3", saturate=True)
     codes = torch.where((codes == 0) & (largest > 0), 1, codes)
-    codes = torch.where(largest == 0, int(floats.encode(torch.ones(()), "e4m3")), codes)
+    codes = torch.where(largest == 0, int(floats.encode(torch.ones((), device="cpu"), "e4m3")), codes)
     return torch.where(largest.isfinite(), codes, 0x7F).to(torch.uint8), tensor_scale

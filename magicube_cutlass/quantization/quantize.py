@@ -264,7 +264,7 @@ def _encode(
         x.reshape(math.prod(x.shape[:-2]), rows, columns) if axis is not None else x.reshape(1, -1, max(columns, 1))
     )
     width = (x.shape[-1] + 1) // 2 if bits == 4 else x.shape[-1]
-    data = torch.empty((*x.shape[:-1], width), dtype=STORAGE_DTYPES[bits, signed])
+    data = torch.empty((*x.shape[:-1], width), dtype=STORAGE_DTYPES[bits, signed], device="cpu")
     given = scale is not None
     scale = _empty_scale(x, axis) if scale is None else scale.contiguous()
     flags = 0

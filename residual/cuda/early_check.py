@@ -34,7 +34,7 @@ class _Squares(threading.local):
     """Where a product leaves the squares of its results: memory of the host that a GPU writes to."""
 
     def __init__(self, room: int) -> None:
-        self.sums = torch.zeros(room, dtype=torch.float32, pin_memory=True)
+        self.sums = torch.zeros(room, dtype=torch.float32, pin_memory=True, device="cpu")
 
 
 @lru_cache

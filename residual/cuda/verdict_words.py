@@ -68,6 +68,6 @@ class WordsPool:
         for words in self._all:
             if words.is_free:
                 return words
-        made = Words(torch.zeros(WORDS, dtype=torch.float64, pin_memory=True), True)
+        made = Words(torch.zeros(WORDS, dtype=torch.float64, pin_memory=True, device="cpu"), True)
         self._all.append(made)
         return made

@@ -63,7 +63,7 @@ def packed(sums: ProbeSums, is_some: bool, device: torch.device) -> Tensor:
     """Return sums as one tensor; `is_some`: whether ``|A||B|`` is not zero."""
     rest = [sums.product, sums.claimed, sums.result, sums.inputs, sums.outputs, float(is_some)]
     gram = torch.from_numpy(sums.gram.reshape(-1)).double()
-    return torch.cat([gram, torch.tensor(rest, dtype=torch.float64)]).to(device)
+    return torch.cat([gram, torch.tensor(rest, dtype=torch.float64, device="cpu")]).to(device)
 
 
 def left_of_inner(A: Tensor, B: Tensor, probes: Probes) -> Tensor:

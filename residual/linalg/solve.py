@@ -164,7 +164,7 @@ def _gmres(A: Tensor, r: Tensor, precondition: Solver, restart: int) -> tuple[Te
 
     def operator(apply: Solver) -> Any:
         def matvec(v: Any) -> Any:
-            return apply(torch.as_tensor(v).reshape(-1).to(r.device)).cpu().numpy()
+            return apply(torch.as_tensor(v, device="cpu").reshape(-1).to(r.device)).cpu().numpy()
 
         return LinearOperator((n, n), matvec=matvec, dtype="float64")
 
@@ -179,7 +179,7 @@ def _gmres(A: Tensor, r: Tensor, precondition: Solver, restart: int) -> tuple[Te
         callback=norms.append,
         callback_type="pr_norm",
     )
-    return torch.as_tensor(d).to(r.device) * size, len(norms)
+    return torch.as_tensor(d, device="cpu").to(r.device) * size, len(norms)
 
 
 def _by_qr(A: Tensor, block: int, multiply: Product) -> Solver:

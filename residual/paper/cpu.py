@@ -51,7 +51,7 @@ def select(
     (m, k), n = left.values.shape, right.values.shape[1]
     threshold, rule = reduction.threshold, reduction.rule
     if threshold == 0:
-        averages = torch.zeros(1), torch.zeros(1)
+        averages = torch.zeros(1, device="cpu"), torch.zeros(1, device="cpu")
     elif rule == "mean":
         assert left.sums is not None and right.sums is not None
         averages = left.sums / (k if per_row else m * k), right.sums / (k if per_row else k * n)

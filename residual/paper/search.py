@@ -50,7 +50,7 @@ def candidate_thresholds(
     """
     sides = (left.values, product), (right.values.T, product.T)
     ratios = [_ratios(values, sums, rule, per_row) for values, sums in sides]
-    shares = torch.tensor([1 - density for density in DENSITIES], dtype=torch.float64)
+    shares = torch.tensor([1 - density for density in DENSITIES], dtype=torch.float64, device="cpu")
     found = torch.stack([torch.quantile(r, shares.to(r.device)) for r in ratios if r.numel()] or [shares[:0]])
     kept = found.amax(0).tolist() if found.numel() else []
     return [math.inf, *sorted({t for t in kept if 0 < t < math.inf}, reverse=True), 0.0]

@@ -133,11 +133,14 @@ def crossover_density(device: torch.device | str, vector_length: int = 1) -> flo
 def _crossover(device: torch.device, threads: int, vector_length: int) -> float:
     n = _SIZES[device.type]
     generator = torch.Generator().manual_seed(0)
-    a, b = (torch.randint(-127, 128, (n, n), dtype=torch.int8, generator=generator).to(device) for _ in range(2))
+    a, b = (
+        torch.randint(-127, 128, (n, n), dtype=torch.int8, generator=generator, device="cpu").to(device)
+        for _ in range(2)
+    )
     right = mc.QuantTensor.from_ints(b, bits=8)
     calls: list[Callable[[], Tensor]] = [lambda: gemm(a, b)]
     for density in _PROBED:
-        chosen = torch.rand(-(-n // vector_length), n, generator=generator) < density
+        chosen = torch.rand(-(-n // vector_length), n, generator=generator, device="cpu") < density
         mask = chosen.repeat_interleave(vector_length, 0)[:n].to(device)
         left = mc.SRBCRS.from_mask(a, mask, vector_length=vector_length, bits=8)
         left.single_use = True  # as a correction's

@@ -250,8 +250,8 @@ def test_a_prepared_operand_counts_its_passes(host: None) -> None:
 def test_words_are_taken_again_when_they_were_read_or_are_written_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     make = torch.zeros
 
-    def zeros(count: int, dtype: torch.dtype, pin_memory: bool) -> Tensor:
-        return make(count, dtype=dtype)
+    def zeros(count: int, dtype: torch.dtype, pin_memory: bool, device: str) -> Tensor:
+        return make(count, dtype=dtype, device=device)
 
     monkeypatch.setattr(torch, "zeros", zeros)
     pool, device = WordsPool(), torch.device("cpu")

@@ -104,7 +104,7 @@ class QuantEmbedding(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantEmbedding:
         kept: dict[str, Any] = {"scale": self.scale, "minimum": self.minimum}
-        probe = fn(torch.empty(0, dtype=self.dtype))  # the dtype of lookups follows that of the model
+        probe = fn(torch.empty(0, dtype=self.dtype, device="cpu"))  # the dtype of lookups follows that of the model
         super()._apply(fn, recurse)
         for name, before in kept.items():
             if before is not None and getattr(self, name).dtype != before.dtype:
