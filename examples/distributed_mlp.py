@@ -69,7 +69,7 @@ def compare(mesh: DeviceMesh, width: int, tokens: int, rounds: int) -> list[list
     device = torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     model = build(width, device, dtype)
-    x = torch.randn(tokens, width, generator=torch.Generator().manual_seed(1)).to(device, dtype)
+    x = torch.randn(tokens, width, generator=torch.Generator().manual_seed(1), device="cpu").to(device, dtype)
     expected: Tensor = model(x)
     alone = milliseconds(partial(model, x), device, rounds)
     rows = [["one process", "0", f"{alone:.3f}", "1.00", "equal"]]

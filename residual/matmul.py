@@ -304,7 +304,8 @@ def matmul(
     -------
     Tensor, shape (M, N)
         A row of A or a column of B with inf or NaN gives what IEEE arithmetic gives; the others are what they are
-        without it. The gradient is straight-through: that of the exact product, in the operands' dtypes.
+        without it. On a GPU without `tol` such lines are NaN throughout, for finding them would wait. The gradient is
+        straight-through: that of the exact product, in the dtypes of the operands.
 
     Raises
     ------

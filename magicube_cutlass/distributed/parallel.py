@@ -185,7 +185,6 @@ class _Colwise(_Style):
 
 class _Rowwise(_Style):
     rowwise = True
-    sums_by_kernel = False  # exact sums of ranks of one host by a kernel that has not run on GPUs
 
     def __init__(
         self,
@@ -222,10 +221,9 @@ class _Rowwise(_Style):
         if self.reduce == "exact":
             ints = layer.quantize(rows, top)
             scale = ints.scale  # (tokens, 1) or ()
-            if self.sums_by_kernel and scatters:
-                found = self._scaled_sums(layer, ints, dtype)
-                if found is not None:
-                    return found.view(-1, *tokens[1:], part.shape[0])
+            found = self._scaled_sums(layer, ints, dtype) if scatters else None
+            if found is not None:
+                return found.view(-1, *tokens[1:], part.shape[0])
             sums = part.sums(ints, part.bounds[-1])  # (tokens, out), of this rank's inputs
         else:
             by = layer.act_scale.reshape(()) if top is None else slice_scale(top, layer.act_bits)  # type: ignore[union-attr]

@@ -120,8 +120,7 @@ class Peers:
     ) -> Tensor | None:
         """Return this rank's rows, (N / ranks, M), of exact sums of int32 matrices of all ranks, scaled in one launch.
 
-        Not the default, since it has not run on GPUs. None where there is no memory, or the rows cannot be divided
-        evenly.
+        None where there is no memory, or the rows cannot be divided evenly.
 
         Parameters
         ----------

@@ -25,7 +25,7 @@ from tests.house import ROOT
 
 
 def generator(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
+    return torch.Generator(torch.get_default_device()).manual_seed(seed)
 
 
 def raises(kind: type[BaseException], call: Any, *arguments: Any, **options: Any) -> str:
@@ -223,6 +223,7 @@ def check_dense_styles(mesh: DeviceMesh) -> None:
 def check_attention(mesh: DeviceMesh) -> None:
     masks = [mc.masks.local(96, 24), mc.random_pattern(96, 96, 0.7, 8), mc.masks.local(96, 8), mc.masks.local(96, 40)]
     q, k, v = torch.randn(3, 2, 4, 96, 16, generator=generator(5))
+    masks = [mask.to(q.device) for mask in masks]
     q, k, v = q * 3, k * torch.exp(torch.randn(96, 1, generator=generator(6))), v * 2
     for mask in (masks[0], masks):
         for options in ({}, {"bias": torch.randn(96, generator=generator(7)), "backend": "unfused"}):
@@ -239,7 +240,9 @@ def check_attention(mesh: DeviceMesh) -> None:
     assert "causal" in raises(NotImplementedError, md.sparse_attention, x, x, x, masks[0], causal=True)
     if mesh.size() > 1:
         odd = distribute_tensor(q[..., :90, :], mesh, [Shard(2)])
-        text = raises(ValueError, md.sparse_attention, odd, odd, odd, mc.masks.local(90, 24, vector_length=32))
+        text = raises(
+            ValueError, md.sparse_attention, odd, odd, odd, mc.masks.local(90, 24, vector_length=32).to(q.device)
+        )
         assert "divides the cuts" in text
 
 
@@ -316,9 +319,9 @@ def check_errors(mesh: DeviceMesh) -> None:
         longer = problems.matrix(48 if rank == last else 40, 48, generator(2))
         text = raises(ValueError, md.shard, longer, mesh)
         assert text == f"rows_of_A must be equal on all ranks, got 40 on rank 0 and 48 on rank {last}", text
-        grid = init_device_mesh("cpu", (1, mesh.size()), mesh_dim_names=("dp", "tp"))
+        grid = init_device_mesh(mesh.device_type, (1, mesh.size()), mesh_dim_names=("dp", "tp"))
         assert "use mesh['tp']" in raises(ValueError, md.shard, A, grid)
-        away = DTensor.from_local(x.to_local(), DeviceMesh("cpu", [rank]), [Replicate()])
+        away = DTensor.from_local(x.to_local(), DeviceMesh(mesh.device_type, [rank]), [Replicate()])
         assert "B must be on the mesh of the matrix" in raises(ValueError, md.spmm, part, away)
     assert "B must be a DTensor" in raises(TypeError, md.spmm, part, x.to_local())
     assert "B must have shape (48, n)" in raises(ValueError, md.spmm, part, x[:40])

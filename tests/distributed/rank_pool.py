@@ -1,4 +1,4 @@
-"""Processes that run checks together: started once, then grouped by 1 to 4 over gloo.
+"""Processes that run checks together: started once, then grouped by 1 to 4 over gloo, or NCCL with a GPU each.
 
 A fork server imports the library once, so that four processes cost one start. Each check is a function of a mesh; it
 runs on all ranks at once, and its failure on any rank is the test's.
@@ -36,18 +36,27 @@ def _serve(pipe: Connection) -> None:
         pipe.send(_run(*job))
 
 
-def _run(rank: int, ranks: int, store: str, checks: Sequence[tuple[Check, tuple[Any, ...]]], seconds: float) -> Any:
+def _run(
+    rank: int, ranks: int, store: str, checks: Sequence[tuple[Check, tuple[Any, ...]]], seconds: float, device: str
+) -> Any:
     """Results of the checks, each (whether it passed, what it returned or its traceback)."""
     import torch
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
     found = []
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    torch.set_default_device(device)  # where the checks make their operands
     dist.init_process_group(
-        "gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks, timeout=timedelta(seconds=seconds)
+        {"cpu": "gloo", "cuda": "nccl"}[device],
+        store=dist.FileStore(store, ranks),
+        rank=rank,
+        world_size=ranks,
+        timeout=timedelta(seconds=seconds),
     )
     try:
-        mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("tp",))
+        mesh = init_device_mesh(device, (ranks,), mesh_dim_names=("tp",))
         for check, arguments in checks:
             torch.manual_seed(0)
             begin = time.perf_counter()
@@ -65,7 +74,8 @@ def _run(rank: int, ranks: int, store: str, checks: Sequence[tuple[Check, tuple[
 class Pool:
     """Up to four processes."""
 
-    def __init__(self, ranks: int = 4) -> None:
+    def __init__(self, ranks: int = 4, device: str = "cpu") -> None:
+        self.device = device
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOAD)
         os.environ["OMP_NUM_THREADS"] = "1"
@@ -90,7 +100,7 @@ class Pool:
         folder = tempfile.TemporaryDirectory()
         pipes = self.pipes[at : at + ranks]
         for rank, pipe in enumerate(pipes):
-            pipe.send((rank, ranks, os.path.join(folder.name, "store"), list(checks), seconds))
+            pipe.send((rank, ranks, os.path.join(folder.name, "store"), list(checks), seconds, self.device))
 
         def finish() -> Results:
             found = []

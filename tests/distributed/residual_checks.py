@@ -66,7 +66,11 @@ def check_digits_equal_one_process(mesh: DeviceMesh) -> None:
         expected = residual.matmul(A, B, mode=mode)
         for layout in ("rows", "columns"):
             found = rd.matmul(*parts(mesh, layout, A, B), mode=mode)
-            assert torch.equal(found.full_tensor().nan_to_num(), expected.nan_to_num()), (mode, layout)
+            whole = found.full_tensor()
+            assert not whole[3].isfinite().any() and not expected[3].isfinite().any()
+            same = slice(4, None) if A.is_cuda else slice(None)  # one GPU without tol has NaN in all of row 3
+            assert torch.equal(whole[same].nan_to_num(), expected[same].nan_to_num()), (mode, layout)
+            assert torch.equal(whole[:3], expected[:3])
             assert found.placements == (Shard(0 if layout == "rows" else 1),)
     rows = rd.matmul(*parts(mesh, "inner", A[4:], B), mode="full", placements=[Shard(0)])
     assert rows.placements == (Shard(0),) and error_of(A[4:], B, rows.full_tensor()) < 1e-3
@@ -81,7 +85,9 @@ def check_reports_are_equal(mesh: DeviceMesh) -> None:
         every = [None] * mesh.size()
         dist.all_gather_object(every, report)
         assert all(each == report for each in every)
-        assert [each.plan for each in report.attempts] == ["int8 direct", "int8 full"]
+        plans = [each.plan for each in report.attempts]
+        looked = mesh.device_type == "cuda" and layout in ("rows", "columns")  # at the operands, before any product
+        assert plans == ["int8 direct", "int8 full"][looked:], (layout, plans)
     C = rd.matmul(*parts(mesh, "rows", torch.zeros(5, 4), torch.ones(4, 3)), tol=1e-3)
     assert not C.full_tensor().any()  # nothing lies beyond the tolerance of a product that is zero
 
@@ -203,7 +209,7 @@ def check_tall(mesh: DeviceMesh) -> None:
         assert (x - expected).norm() < 1e-8 * expected.norm(), (m, n)
         every = [x] * mesh.size()
         dist.all_gather_object(every, x)
-        assert all(torch.equal(each, x) for each in every)
+        assert all(torch.equal(each.to(x.device), x) for each in every)
     for A in (torch.zeros(64, 8), torch.ones(64, 8), torch.randn(64, 3, generator=generator(8)) @ torch.ones(3, 8)):
         Q, R = rd.qr(distribute_tensor(A, mesh, [Shard(0)]), block=3, product=torch.matmul)  # less than full rank
         q, r = Q.full_tensor(), R.to_local()
