@@ -1,4 +1,4 @@
-"""Prepared products of one weight with float32 rows that the call quantizes: ``f(q(X) W^T * scale * x_scale + bias)``.
+"""Prepared products of one weight with float rows that the call quantizes: ``f(q(X) W^T * scale * x_scale + bias)``.
 
 The weight is sparse or packed as the right operand of the dense kernel; both give the same bits. A call checks nothing.
 """
@@ -60,23 +60,28 @@ class LinearCall:
     dtype : torch.dtype
         float32, float16 or bfloat16, of the output.
     column_major : bool, default False
-        Memory order of the output. That of a sparse weight is column-major too for up to 16 rows and for 16-bit floats.
+        Memory order of the output. That of a sparse weight is column-major too for up to 16 rows.
+    x_dtype : torch.dtype, default torch.float32
+        float32, float16 or bfloat16, of X.
     """
 
     def __init__(
         self, weight: PackedLeft | PackedRight, rows: int, row_elements: int, bits: int, dtype: torch.dtype,
-        column_major: bool = False,
+        column_major: bool = False, x_dtype: torch.dtype = torch.float32,
     ) -> None:  # fmt: skip
         engine, high = extension.load_extension(), float(2 ** (bits - 1) - 1)
         self._handle, self._owner, self._is_dense = weight.handle, weight, isinstance(weight, PackedRight)
-        turns = not (self._is_dense or column_major or rows <= _FEW_ROWS) and dtype is torch.float32
+        turns = not (self._is_dense or column_major or rows <= _FEW_ROWS)
         self._transposed, m = column_major or not (self._is_dense or turns), _features(weight)
         self._like = template((m, rows) if self._transposed else (rows, m), dtype)
         self._before = row_elements, -high - 1, high, rows
         self._after: tuple[int, ...] = (OUT_TYPES[dtype],)
         if self._is_dense:
             self._after = (*((1, rows) if column_major else (m, 1)), OUT_TYPES[dtype])
-        self._last: tuple[bool, ...] = (True,) if turns else ()
+        self._x_type = OUT_TYPES[x_dtype]
+        self._last: tuple[int, ...] = () if dtype is x_dtype is torch.float32 and not turns else (turns, self._x_type)
+        if self._is_dense and self._last:
+            self._last = 0, 0, self._x_type
         self._scales, self._run = engine.Scales, engine.linear if self._is_dense else engine.sparse_linear
 
     def __call__(
@@ -93,7 +98,7 @@ class LinearCall:
         Parameters
         ----------
         x : Tensor, shape (N, K)
-            float32 with contiguous rows.
+            Contiguous rows.
         x_scale : Tensor or None, shape ()
             A given float32 scale; None: one per row.
         scale : Tensor or None, shape (), (M,) or (M, 1)
@@ -117,9 +122,9 @@ class LinearCall:
         else:
             scales = self._scales(of_weight, 0, of_bias, 0, 0, is_one, False)
         row_elements, low, high, rows = self._before
-        last: tuple[int, ...] = self._last
+        last = self._last
         if factors is not None or activation is not None:
-            last = 0 if factors is None else factors.data_ptr(), FUNCTIONS.index(activation)
+            last = 0 if factors is None else factors.data_ptr(), FUNCTIONS.index(activation), self._x_type
         self._run(
             self._handle, x.data_ptr(), row_elements, 0 if x_scale is None else x_scale.data_ptr(), low, high, scales,
             rows, out.data_ptr(), *self._after, torch.get_num_threads(), *last,

@@ -71,13 +71,15 @@ class _Record:
     """A product of one matrix with rows of one kind: what a call of the engine needs besides the operands."""
 
     def __init__(
-        self, matrix: SRBCRS, owner: CpuLinear, x: Tensor, bias: Tensor | None, x_scale: Tensor | None
-    ) -> None:
+        self, matrix: SRBCRS, owner: CpuLinear, x: Tensor, bias: Tensor | None, x_scale: Tensor | None,
+        reads: tuple[torch.dtype, ...] = _DTYPES,
+    ) -> None:  # fmt: skip
         self.m, k = owner.shape
         self.lead, self.rows = x.shape[:-1], x.shape[:-1].numel()
         self.weight = owner.weight(matrix, owner.is_dense(self.rows), self.rows)
         self.has_rows = _has_rows(x)
-        self.copies_x = x.dtype is not torch.float32 or not self.has_rows
+        self.x_dtype = x.dtype if x.dtype in reads else torch.float32
+        self.copies_x = self.x_dtype is not x.dtype or not self.has_rows
         self.row_elements = k if self.copies_x or x.ndim > 2 else x.stride(0)
         given = x_scale is None or x_scale.dtype is torch.float32
         self.is_plain = not self.copies_x and given and _fits(matrix.scale, self.m) and _fits(bias, self.m)
@@ -87,7 +89,7 @@ class _Record:
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
         """Return copies of the operands where the engine cannot read them in place."""
         if self.copies_x:
-            x = x.float().contiguous()
+            x = x.to(self.x_dtype).contiguous()
         return x, None if x_scale is None else x_scale.float(), _vector(scale, self.m), _vector(bias, self.m)
 
 
@@ -99,7 +101,7 @@ class LinearRecord(_Record):
     ) -> None:
         super().__init__(matrix, owner, x, bias, x_scale)
         column_major = not self.has_rows or torch.is_grad_enabled()
-        self._call = LinearCall(self.weight, self.rows, self.row_elements, bits, x.dtype, column_major)
+        self._call = LinearCall(self.weight, self.rows, self.row_elements, bits, x.dtype, column_major, self.x_dtype)
 
     def __call__(self, x: Tensor, x_scale: Tensor | None, scale: Tensor | None, bias: Tensor | None) -> Tensor:
         """Return the product, (..., M); `scale`: of the matrix."""
@@ -116,7 +118,7 @@ class TrainingRecord(_Record):
     def __init__(
         self, matrix: SRBCRS, owner: CpuLinear, x: Tensor, bias: Tensor | None, x_scale: Tensor | None
     ) -> None:
-        super().__init__(matrix, owner, x, bias, x_scale)
+        super().__init__(matrix, owner, x, bias, x_scale, reads=(torch.float32,))
         self._call = IntegerLinearCall(self.weight, self.rows, self.row_elements, x.dtype, x_scale is not None)
 
     def __call__(

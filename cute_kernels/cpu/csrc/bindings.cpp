@@ -71,13 +71,15 @@ NB_MODULE(_engine, m) {
   }, "offsets"_a, "blocks"_a, "values"_a, "b"_a, "out"_a, "rows"_a, "inner"_a, "n"_a, "batch"_a, "vector_length"_a, "a_signed"_a,
      "b_signed"_a, "vectors"_a, "threads"_a);
   m.def("sparse_linear", [](const Sparse& a, uintptr_t x, int64_t row_elements, uintptr_t x_scale, double low, double high,
-                            const GivenScales& scales, int64_t rows, uintptr_t out, int out_type, int threads, bool turned) {
-    const DenseLeft columns{nullptr, pointer<const float>(x), row_elements, pointer<const float>(x_scale), low, high};
+                            const GivenScales& scales, int64_t rows, uintptr_t out, int out_type, int threads, bool turned,
+                            int x_type) {
+    const DenseLeft columns{nullptr, pointer<const void>(x), row_elements, pointer<const float>(x_scale), low, high, nullptr,
+                            real_type(x_type)};
     const RepeatedScales repeated(scales, a.rows, rows);
     spmm(SpmmArgs{a, {nullptr, 0, 0, true, 8, true}, repeated, pointer<void>(out), static_cast<Out>(out_type), rows, 1, columns, 1, 1,
                   turned}, threads);
   }, "a"_a, "x"_a, "row_elements"_a, "x_scale"_a, "low"_a, "high"_a, "scales"_a, "rows"_a, "out"_a, "out_type"_a, "threads"_a,
-     "turned"_a = false);
+     "turned"_a = false, "x_type"_a = static_cast<int>(Out::kFloat32));
   nb::class_<PreparedSddmm>(m, "Sddmm")  // all but what changes from call to call
       .def("__init__", [](PreparedSddmm* self, const Operand& x, const Operand& y, uintptr_t row_start, uintptr_t row_end,
                           uintptr_t columns, const GivenScales& scales, int64_t out_batch, int out_type, int64_t vector_rows,
@@ -198,15 +200,16 @@ NB_MODULE(_engine, m) {
      "out_type"_a, "threads"_a, "adds"_a = false);
   m.def("linear", [](const PackedRight& right, uintptr_t x, int64_t row_elements, uintptr_t x_scale, double low, double high,
                      const GivenScales& scales, int64_t rows, uintptr_t out, int64_t row_step, int64_t column_step, int out_type,
-                     int threads, uintptr_t factors, int activation) {
+                     int threads, uintptr_t factors, int activation, int x_type) {
     require(activation >= 0 && activation <= static_cast<int>(Activation::kSilu), "no such activation");
     const RepeatedScales repeated(scales, rows, right.n);
-    dense(DenseArgs{right, {nullptr, pointer<const float>(x), row_elements, pointer<const float>(x_scale), low, high,
-                            pointer<const float>(factors)}, repeated,
+    dense(DenseArgs{right, {nullptr, pointer<const void>(x), row_elements, pointer<const float>(x_scale), low, high,
+                            pointer<const float>(factors), real_type(x_type)}, repeated,
                     true, rows, row_step, column_step, pointer<void>(out), static_cast<Out>(out_type), false,
                     static_cast<Activation>(activation)}, threads);
   }, "right"_a, "x"_a, "row_elements"_a, "x_scale"_a, "low"_a, "high"_a, "scales"_a, "rows"_a, "out"_a, "row_step"_a,
-     "column_step"_a, "out_type"_a, "threads"_a, "factors"_a = 0, "activation"_a = 0);
+     "column_step"_a, "out_type"_a, "threads"_a, "factors"_a = 0, "activation"_a = 0,
+     "x_type"_a = static_cast<int>(Out::kFloat32));
   nb::class_<IntegerLinear>(m, "IntegerLinear")
       .def("__init__", [](IntegerLinear* self, const Sparse& a, int64_t rows, int64_t row_elements, bool given_scale, int out_type) {
         new (self) IntegerLinear{row_quantization(rows, a.columns_total, row_elements, given_scale), a, {}, false,

@@ -95,6 +95,11 @@ constexpr int64_t kWorkPerEntry = 16;         // multiply-adds that cost as much
 constexpr int64_t kWorkPerMaskEntry = 4;      // as compressing one
 constexpr int64_t kWorkPerColumn = 1 << 14;   // as ordering a column
 
+Out real_type(int type) {
+  require(type >= static_cast<int>(Out::kFloat32), "rows must be floats");
+  return static_cast<Out>(type);
+}
+
 template <class T>
 T* pointer(uintptr_t address) {
   return reinterpret_cast<T*>(address);

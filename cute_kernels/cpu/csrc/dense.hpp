@@ -112,11 +112,11 @@ struct NibbleProduct {
   }
 };
 
-inline void multiply_row(const float* __restrict x, const float* __restrict factors, int64_t count, float* __restrict out) {
-  for (int64_t k = 0; k < count; ++k) out[k] = x[k] * factors[k];
+inline void multiply_row(float* __restrict x, const float* __restrict factors, int64_t count) {
+  for (int64_t k = 0; k < count; ++k) x[k] *= factors[k];
 }
 
-// Digits of row i, and its scale if the row is float32. `scratch` holds a row of float32 if the columns have factors.
+// Digits of row i, and its scale if the row is floats. `scratch` holds a row of float32 if the columns have factors.
 template <class Digit>
 void stage_row(const DenseArgs& args, int64_t i, int offset, Digit* __restrict digits, float* scale, float* scratch) {
   const auto& left = args.left;
@@ -127,7 +127,8 @@ void stage_row(const DenseArgs& args, int64_t i, int offset, Digit* __restrict d
     return;
   }
   if (left.factors) {
-    multiply_row(left.reals + i * left.row_elements, left.factors, inner, scratch);
+    load_floats(left.reals, i * left.row_elements, inner, left.reals_type, scratch);
+    multiply_row(scratch, left.factors, inner);
     *scale = quantize_row({nullptr, scratch, inner, left.scale, left.low, left.high}, 0, inner, offset, digits);
     return;
   }

@@ -63,14 +63,15 @@ struct Scales {
   int64_t column_batch;
 };
 
-// Rows of an operand: int8, or float32 that the call quantizes.
+// Rows of an operand: int8, or floats that the call quantizes.
 struct DenseLeft {
   const int8_t* ints;    // (rows, inner); not read if `reals` is given
-  const float* reals;    // (rows, inner) or null
+  const void* reals;     // (rows, inner) or null
   int64_t row_elements;  // from one row to the next
   const float* scale;    // of all reals; null: amax of a row over `high`
   double low, high;      // smallest and largest integer
   const float* factors = nullptr;  // of the columns of reals, before they are quantized; or null. Dense product only
+  Out reals_type = Out::kFloat32;
 };
 
 struct SpmmArgs {
@@ -84,7 +85,7 @@ struct SpmmArgs {
   DenseLeft columns;  // of B, quantized into the shared buffer in place of `b`, if its `reals` are given
   int64_t staged_panels;  // panels in the shared buffer
   int64_t parts;          // of a panel, each with kPanel bytes of a row
-  bool turned = false;    // the output is (n, rows), float32, of one batch; never by the kernels of few columns
+  bool turned = false;    // the output is (n, rows), floats, of one batch; never by the kernels of few columns
 };
 
 struct SddmmArgs {

@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "engine.hpp"
+#include "halves.hpp"
 
 #ifdef __AVX2__
 #include <immintrin.h>
@@ -15,46 +16,6 @@ namespace {  // compiled once per instruction set
 using magicube::Out;
 
 inline int64_t element_bytes(Out type) { return type == Out::kInt64 ? 8 : type >= Out::kFloat16 ? 2 : 4; }
-
-inline uint16_t to_bfloat16(float value) {
-  uint32_t bits;
-  std::memcpy(&bits, &value, 4);
-  if ((bits & 0x7fffffffu) > 0x7f800000u) return static_cast<uint16_t>((bits >> 16) | 0x40u);  // stays a NaN
-  return static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
-}
-
-inline uint16_t to_float16(float value) {  // round to nearest even, overflow to infinity, with subnormals
-  uint32_t bits;
-  std::memcpy(&bits, &value, 4);
-  const uint32_t sign = (bits >> 16) & 0x8000u;
-  bits &= 0x7fffffffu;
-  if (bits > 0x7f800000u) return static_cast<uint16_t>(sign | 0x7e00u);
-  if (bits >= 0x47800000u) return static_cast<uint16_t>(sign | 0x7c00u);
-  if (bits < 0x38800000u) {  // subnormal: adding 0.5 lets the FPU round at the right bit
-    float shifted;
-    std::memcpy(&shifted, &bits, 4);
-    shifted += 0.5f;
-    uint32_t rounded;
-    std::memcpy(&rounded, &shifted, 4);
-    return static_cast<uint16_t>(sign | (rounded - 0x3f000000u));
-  }
-  bits += 0xc8000000u + 0xfffu + ((bits >> 13) & 1u);
-  return static_cast<uint16_t>(sign | (bits >> 13));
-}
-
-// Floats of a run in the output type.
-inline void store_floats(const float* from, int64_t count, Out type, void* out, int64_t offset) {
-  if (type == Out::kFloat32) {
-    std::memcpy(static_cast<float*>(out) + offset, from, static_cast<size_t>(count) * sizeof(float));
-    return;
-  }
-  uint16_t* to = static_cast<uint16_t*>(out) + offset;
-  if (type == Out::kFloat16) {
-    for (int64_t i = 0; i < count; ++i) to[i] = to_float16(from[i]);
-  } else {
-    for (int64_t i = 0; i < count; ++i) to[i] = to_bfloat16(from[i]);
-  }
-}
 
 // Accumulators may wrap; the result fits.
 inline int32_t minus(int32_t total, int32_t offset) {
@@ -101,10 +62,9 @@ inline void write_run(const Total* totals, int64_t count, Total offset, float ro
 }
 
 #ifdef __AVX512F__
-constexpr int64_t kTurnedSide = 16;
-
-// Sixteen rows and columns of floats, turned: whole cache lines are stored.
-inline void store_turned_square(const float* from, int64_t from_pitch, float* out, int64_t pitch) {
+// Sixteen rows and columns of floats, turned: whole cache lines of float32 are stored.
+template <class Real>
+void store_turned_square(const float* from, int64_t from_pitch, Real* out, int64_t pitch) {
   __m512 x[16], y[16];
 #pragma GCC unroll 16
   for (int i = 0; i < 16; ++i) x[i] = _mm512_loadu_ps(from + i * from_pitch);
@@ -125,17 +85,16 @@ inline void store_turned_square(const float* from, int64_t from_pitch, float* ou
   for (int c = 0; c < 4; ++c) {
     const __m512 a = _mm512_shuffle_f32x4(x[c], x[c + 4], 0x88), b = _mm512_shuffle_f32x4(x[c + 8], x[c + 12], 0x88);  // c and c + 8
     const __m512 d = _mm512_shuffle_f32x4(x[c], x[c + 4], 0xdd), e = _mm512_shuffle_f32x4(x[c + 8], x[c + 12], 0xdd);  // the others
-    _mm512_storeu_ps(out + c * pitch, _mm512_shuffle_f32x4(a, b, 0x88));
-    _mm512_storeu_ps(out + (c + 4) * pitch, _mm512_shuffle_f32x4(d, e, 0x88));
-    _mm512_storeu_ps(out + (c + 8) * pitch, _mm512_shuffle_f32x4(a, b, 0xdd));
-    _mm512_storeu_ps(out + (c + 12) * pitch, _mm512_shuffle_f32x4(d, e, 0xdd));
+    store_vector(out + c * pitch, _mm512_shuffle_f32x4(a, b, 0x88));
+    store_vector(out + (c + 4) * pitch, _mm512_shuffle_f32x4(d, e, 0x88));
+    store_vector(out + (c + 8) * pitch, _mm512_shuffle_f32x4(a, b, 0xdd));
+    store_vector(out + (c + 12) * pitch, _mm512_shuffle_f32x4(d, e, 0xdd));
   }
 }
-#else
-constexpr int64_t kTurnedSide = 8;
-#ifdef __AVX2__
+#elif defined(__AVX2__)
 // Eight rows and columns of floats, turned.
-inline void store_turned_square(const float* from, int64_t from_pitch, float* out, int64_t pitch) {
+template <class Real>
+void store_turned_square(const float* from, int64_t from_pitch, Real* out, int64_t pitch) {
   __m256 x[8], y[8];
   for (int i = 0; i < 8; ++i) x[i] = _mm256_loadu_ps(from + i * from_pitch);
   for (int i = 0; i < 8; i += 2) {  // pairs of rows
@@ -149,17 +108,17 @@ inline void store_turned_square(const float* from, int64_t from_pitch, float* ou
     }
   }
   for (int i = 0; i < 4; ++i) {
-    _mm256_storeu_ps(out + i * pitch, _mm256_permute2f128_ps(x[i], x[i + 4], 0x20));
-    _mm256_storeu_ps(out + (i + 4) * pitch, _mm256_permute2f128_ps(x[i], x[i + 4], 0x31));
+    store_vector(out + i * pitch, _mm256_permute2f128_ps(x[i], x[i + 4], 0x20));
+    store_vector(out + (i + 4) * pitch, _mm256_permute2f128_ps(x[i], x[i + 4], 0x31));
   }
 }
-#endif
 #endif
 
 // Rows of floats as columns: out[j * pitch + r] = from[r * from_pitch + j]. All of a row of the output comes before the next: the
 // rows may share a set of a cache.
-inline void store_turned(const float* from, int64_t from_pitch, int64_t rows, int64_t width, float* out, int64_t pitch) {
-  constexpr int64_t kSide = kTurnedSide;
+template <class Real>
+void store_turned(const float* from, int64_t from_pitch, int64_t rows, int64_t width, Real* out, int64_t pitch) {
+  constexpr int64_t kSide = kLanes ? kLanes : 8;
   for (int64_t j0 = 0; j0 < width; j0 += kSide) {
     const int64_t columns = width - j0 < kSide ? width - j0 : kSide;
     int64_t r0 = 0;
@@ -169,7 +128,7 @@ inline void store_turned(const float* from, int64_t from_pitch, int64_t rows, in
     }
 #endif
     for (int64_t j = j0; j < j0 + columns; ++j) {
-      for (int64_t r = r0; r < rows; ++r) out[j * pitch + r] = from[r * from_pitch + j];
+      for (int64_t r = r0; r < rows; ++r) store_float(out + j * pitch + r, from[r * from_pitch + j]);
     }
   }
 }

@@ -10,6 +10,7 @@
 #include <immintrin.h>
 #endif
 
+#include "halves.hpp"
 #include "scaled_rows.hpp"
 
 namespace {  // compiled once per instruction set
@@ -71,15 +72,15 @@ inline void store_codes(const __m512i q[4], uint8_t* out) {
 }
 
 // round_in_float of kRoundBlock entries. Without Clamps, quotients lie between low and high.
-template <bool Clamps, class Code>
-int32_t round_block(const float* x, float inverse32, float low, float high, int offset, Code* out) {
+template <bool Clamps, class Real, class Code>
+int32_t round_block(const Real* x, float inverse32, float low, float high, int offset, Code* out) {
   const __m512 inverse = _mm512_set1_ps(inverse32), shift = _mm512_set1_ps(kShift);
   const __m512 least = _mm512_set1_ps(kShift + low), most = _mm512_set1_ps(kShift + high);
   const __m512i less = _mm512_set1_epi32(bits_of(kShift) - offset), positive = _mm512_set1_epi32(0x7fffffff);
   __m512i q[4], worst = _mm512_setzero_si512();
 #pragma GCC unroll 4
   for (int i = 0; i < 4; ++i) {
-    const __m512 value = _mm512_loadu_ps(x + i * 16);
+    const __m512 value = load_vector(x + i * 16);
     __m512 shifted = _mm512_fmadd_ps(value, inverse, shift);
     const __m512 distance = _mm512_fmadd_ps(value, inverse, _mm512_sub_ps(shift, shifted));
     worst = _mm512_max_epi32(worst, _mm512_and_si512(_mm512_castps_si512(distance), positive));
@@ -114,8 +115,8 @@ inline void store_codes(const __m256i q[4], uint8_t* out) {
 }
 
 // round_in_float of kRoundBlock entries. Without Clamps, quotients lie between low and high.
-template <bool Clamps, class Code>
-int32_t round_block(const float* x, float inverse32, float low, float high, int offset, Code* out) {
+template <bool Clamps, class Real, class Code>
+int32_t round_block(const Real* x, float inverse32, float low, float high, int offset, Code* out) {
   const __m256 inverse = _mm256_set1_ps(inverse32), shift = _mm256_set1_ps(kShift);
   const __m256 least = _mm256_set1_ps(kShift + low), most = _mm256_set1_ps(kShift + high);
   const __m256i less = _mm256_set1_epi32(bits_of(kShift) - offset), positive = _mm256_set1_epi32(0x7fffffff);
@@ -125,7 +126,7 @@ int32_t round_block(const float* x, float inverse32, float low, float high, int 
     __m256i q[4];
 #pragma GCC unroll 4
     for (int i = 0; i < 4; ++i) {
-      const __m256 value = _mm256_loadu_ps(x + at + i * 8);
+      const __m256 value = load_vector(x + at + i * 8);
       __m256 shifted = _mm256_fmadd_ps(value, inverse, shift);
       const __m256 distance = _mm256_fmadd_ps(value, inverse, _mm256_sub_ps(shift, shifted));
       worst = _mm256_max_epi32(worst, _mm256_and_si256(_mm256_castps_si256(distance), positive));
@@ -138,16 +139,17 @@ int32_t round_block(const float* x, float inverse32, float low, float high, int 
   return _mm256_testz_si256(far, far) ? 0 : bits_of(1.0f);
 }
 #else
-template <bool Clamps, class Code>
-int32_t round_block(const float* x, float inverse, float low, float high, int offset, Code* out) {
-  return round_in_float(x, inverse, low, high, kRoundBlock, offset, out);
+template <bool Clamps, class Real, class Code>
+int32_t round_block(const Real* x, float inverse, float low, float high, int offset, Code* out) {
+  float block[kRoundBlock];
+  return round_in_float(as_floats(x, kRoundBlock, block), inverse, low, high, kRoundBlock, offset, out);
 }
 #endif
 
 // Blocks in float32, those with a quotient near the middle of two integers again in double. Without Clamps, quotients of a
 // normal inverse lie between low and high. What follows the row is fetched meanwhile: often the next one.
-template <bool Clamps, class Code>
-void round_row(const float* x, double inverse, double low, double high, int64_t count, int offset, Code* out) {
+template <bool Clamps, class Real, class Code>
+void round_row(const Real* x, double inverse, double low, double high, int64_t count, int offset, Code* out) {
 #ifdef __FMA__
   const bool is_normal = inverse >= 0x1p-126 && inverse <= 0x1p127;
 #else
@@ -155,15 +157,17 @@ void round_row(const float* x, double inverse, double low, double high, int64_t 
 #endif
   const auto inverse32 = static_cast<float>(is_normal ? inverse : 1.0), low32 = static_cast<float>(low);
   const auto high32 = static_cast<float>(high);
+  float block[kRoundBlock];
   for (int64_t at = 0; at < count; at += kRoundBlock) {
     const int64_t here = lesser(kRoundBlock, count - at);
-    for (int64_t i = 0; i < here; i += 16) __builtin_prefetch(x + count + at + i);
+    for (int64_t i = 0; i < here; i += 64 / static_cast<int64_t>(sizeof(Real))) __builtin_prefetch(x + count + at + i);
     if (is_normal) {
-      const int32_t worst = here == kRoundBlock ? round_block<Clamps>(x + at, inverse32, low32, high32, offset, out + at)
-                                                : round_in_float(x + at, inverse32, low32, high32, here, offset, out + at);
+      const int32_t worst = here == kRoundBlock
+                                ? round_block<Clamps>(x + at, inverse32, low32, high32, offset, out + at)
+                                : round_in_float(as_floats(x + at, here, block), inverse32, low32, high32, here, offset, out + at);
       if (worst <= bits_of(kSafe)) continue;
     }
-    round_in_double(x + at, inverse, low, high, here, offset, out + at);
+    round_in_double(as_floats(x + at, here, block), inverse, low, high, here, offset, out + at);
   }
 }
 
@@ -185,10 +189,21 @@ double inverse_of(Real scale) {
 
 using magicube::DenseLeft;
 
-// The integers of row i of float32, plus an offset. Returns its scale.
-template <class Code>
-float quantize_row(const DenseLeft& left, int64_t i, int64_t columns, int offset, Code* out) {
-  const float* const x = left.reals + i * left.row_elements;
+// The largest magnitude of 16-bit floats as bits of float32. Those of the halves have the order of the floats.
+template <class Half>
+int32_t row_absmax(const Half* __restrict x, int64_t count) {
+  uint16_t most = 0;
+  for (int64_t k = 0; k < count; ++k) {
+    const auto bits = static_cast<uint16_t>(x[k].bits & 0x7fff);
+    most = bits > most ? bits : most;
+  }
+  const Half largest{most};
+  return bits_of(load_float(&largest));
+}
+
+// The integers of a row, plus an offset. Returns its scale.
+template <class Real, class Code>
+float quantize_reals(const Real* x, const DenseLeft& left, int64_t columns, int offset, Code* out) {
   if (left.scale) {
     round_row<true>(x, inverse_of(*left.scale), left.low, left.high, columns, offset, out);
     return *left.scale;
@@ -196,6 +211,15 @@ float quantize_row(const DenseLeft& left, int64_t i, int64_t columns, int offset
   const float scale = scale_of<float>(row_absmax(x, columns), left.high);
   round_row<false>(x, inverse_of(scale), left.low, left.high, columns, offset, out);  // at most high, but for a scale below 2^-127
   return scale;
+}
+
+// The same of row i.
+template <class Code>
+float quantize_row(const DenseLeft& left, int64_t i, int64_t columns, int offset, Code* out) {
+  const auto quantize_as = [&](auto* reals) { return quantize_reals(reals + i * left.row_elements, left, columns, offset, out); };
+  if (left.reals_type == magicube::Out::kFloat16) return quantize_as(static_cast<const Float16*>(left.reals));
+  if (left.reals_type == magicube::Out::kBFloat16) return quantize_as(static_cast<const BFloat16*>(left.reals));
+  return quantize_as(static_cast<const float*>(left.reals));
 }
 
 template <class Real>

@@ -22,7 +22,7 @@ alignas(64) constexpr float kOnes[kPanel] = {       // absent scales
     1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1,
     1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
 
-// Where a tile that is a whole sum writes its float32 results, in place of the accumulators; or int32 ones, if it can.
+// Where a tile that is a whole sum writes its results as float32, in place of the accumulators; or int32 ones, if it can.
 struct RowOutput {
   const int32_t* offsets;  // of the rows, as those below
   const float* row_scales;  // null for integers
@@ -119,10 +119,12 @@ struct SpmmRow {
     return offset;
   }
 
-  // Call with where the results of a vector row, sums of one digit of each operand, go in float32; turned: results of rows that
-  // are to be turned, or null.
+  bool has_halves() const { return args.out_type > Out::kFloat32; }
+
+  // Call with where the results of a vector row, sums of one digit of each operand, go as float32; floats: rows of kColumns that
+  // go on from there, or null.
   template <class Body>
-  void with_output(int64_t vector_row, int64_t batch, int64_t n0, float* turned, const Body& body) const {
+  void with_output(int64_t vector_row, int64_t batch, int64_t n0, float* floats, const Body& body) const {
     const auto& scales = args.scales;
     const int64_t row0 = vector_row * args.a.vector_length, rows = lesser(args.a.vector_length, args.a.rows - row0);
     int32_t offsets[magicube::kMaxVector];
@@ -131,23 +133,23 @@ struct SpmmRow {
     RowOutput to{offsets, scales.rows ? scales.rows + batch * scales.row_batch + row0 : kOnes, scales.bias ? scales.bias + row0 : kZeros,
                  scales.columns ? scales.columns + batch * scales.column_batch + n0 : kOnes,
                  static_cast<float*>(args.out) + (batch * args.a.rows + row0) * args.n + n0, args.n, streams};
-    if (turned) to.out = turned, to.pitch = kColumns;
+    if (floats) to.out = floats, to.pitch = kColumns, to.streams = false;
     body(to);
   }
 
   // Results of the accumulators or totals, minus the offset of their row.
   template <class Total>
-  void write(const Total* from, int64_t vector_row, int64_t batch, int64_t n0, int64_t width, float* turned) const {
+  void write(const Total* from, int64_t vector_row, int64_t batch, int64_t n0, int64_t width, float* floats) const {
     const auto& scales = args.scales;
     const float* const columns = scales.columns ? scales.columns + batch * scales.column_batch + n0 : nullptr;
     const int64_t row0 = vector_row * args.a.vector_length, rows = lesser(args.a.vector_length, args.a.rows - row0);
     if constexpr (sizeof(Total) == sizeof(int32_t)) {
-      if (args.out_type == Out::kFloat32 && width % kScaledColumns == 0) {
-        with_output(vector_row, batch, n0, turned, [&](const RowOutput& to) {
+      if ((floats || args.out_type == Out::kFloat32) && width % kScaledColumns == 0) {
+        with_output(vector_row, batch, n0, floats, [&](const RowOutput& to) {
           alignas(64) float results[magicube::kMaxVector * kColumns];
-          scale_rows<kColumns>(from, rows, width, to.offsets, to.row_scales, to.column_scales, to.bias, streams ? results : to.out,
-                               streams ? kColumns : to.pitch);
-          for (int64_t v = 0; streams && v < rows; ++v) Micro::stream(results + v * kColumns, to.out + v * to.pitch, width * 4);
+          scale_rows<kColumns>(from, rows, width, to.offsets, to.row_scales, to.column_scales, to.bias, to.streams ? results : to.out,
+                               to.streams ? kColumns : to.pitch);
+          for (int64_t v = 0; to.streams && v < rows; ++v) Micro::stream(results + v * kColumns, to.out + v * to.pitch, width * 4);
         });
         return;
       }
@@ -157,10 +159,10 @@ struct SpmmRow {
     const int64_t at = (batch * args.a.rows + row0) * args.n + n0;
     const float* const row_scales = scales.rows ? scales.rows + batch * scales.row_batch + row0 : kOnes;
     const float* const bias = scales.bias ? scales.bias + row0 : kZeros;
-    for (int64_t v = 0; turned && v < rows; ++v, from += kColumns) {
-      write_run(from, width, offsets[v], row_scales[v], columns, bias[v], Out::kFloat32, turned, v * kColumns);
+    for (int64_t v = 0; floats && v < rows; ++v, from += kColumns) {
+      write_run(from, width, offsets[v], row_scales[v], columns, bias[v], Out::kFloat32, floats, v * kColumns);
     }
-    if (turned) return;
+    if (floats) return;
     const int64_t element = element_bytes(args.out_type);
     for (int64_t v = 0; v < rows; ++v, from += kColumns) {
       const int64_t here = at + v * args.n;
@@ -192,7 +194,8 @@ struct SpmmRow {
     return chunks < 2 ? kMost : ((count + chunks - 1) / chunks + args.a.stride - 1) / args.a.stride * args.a.stride;
   }
 
-  void run(const uint8_t* panel, int64_t vector_row, int64_t batch, int64_t n0, int64_t width, float* turned) const {
+  // A vector row's results to the output, or as float32 to rows of kColumns floats.
+  void run(const uint8_t* panel, int64_t vector_row, int64_t batch, int64_t n0, int64_t width, float* floats) const {
     const int64_t begin = args.a.row_start[vector_row], end = args.a.row_end[vector_row];
     const int planes = args.a.digits() * args.b.digits();
     const bool direct = planes == 1 && (args.out_type == Out::kInt32 || end - begin <= kExactRun);
@@ -202,8 +205,8 @@ struct SpmmRow {
     if constexpr (Micro::kWrites) {
       const bool is_whole = direct && begin < end && chunk >= end - begin && (vector_row + 1) * args.a.vector_length <= args.a.rows;
       const bool is_integer = args.out_type == Out::kInt32;
-      if (is_whole && (args.out_type == Out::kFloat32 || is_integer)) {
-        with_output(vector_row, batch, n0, turned, [&](RowOutput to) {
+      if (is_whole && (floats || args.out_type == Out::kFloat32 || is_integer)) {
+        with_output(vector_row, batch, n0, floats, [&](RowOutput to) {
           if (is_integer) to.row_scales = nullptr;
           multiply(panel, width, begin, end - begin, true, &to);
         });
@@ -220,10 +223,10 @@ struct SpmmRow {
       }
     }
     if (direct) {
-      write(sums, vector_row, batch, n0, width, turned);
+      write(sums, vector_row, batch, n0, width, floats);
     } else {
       fold();
-      write(totals, vector_row, batch, n0, width, turned);
+      write(totals, vector_row, batch, n0, width, floats);
     }
   }
 
@@ -233,14 +236,35 @@ struct SpmmRow {
     const int64_t v = args.a.vector_length, most = kTurnedRows / v;
     for (int64_t first = r0; first < r1; first += most) {
       const int64_t last = lesser(first + most, r1), rows = lesser(last * v, args.a.rows) - first * v;
-      float* const to = static_cast<float*>(args.out) + n0 * args.a.rows + first * v;
-      if constexpr (kTurnedSide * sizeof(float) < 64) {
+      const int64_t at = n0 * args.a.rows + first * v;
+      if (kLanes < 16 && !has_halves()) {
+        const float* const to = static_cast<const float*>(args.out) + at;
         for (int64_t j = 0; j < width; ++j) {  // far apart: hardware prefetchers do not follow them
           for (int64_t i = 0; i < rows; i += 16) __builtin_prefetch(to + j * args.a.rows + i, 1, 2);
         }
       }
       for (int64_t r = first; r < last; ++r) run(panel, r, 0, n0, width, results + (r - first) * v * kColumns);
-      store_turned(results, kColumns, rows, width, to, args.a.rows);
+      const auto turn = [&](auto* to) { store_turned(results, kColumns, rows, width, to + at, args.a.rows); };
+      if (!has_halves()) turn(static_cast<float*>(args.out));
+      else if (args.out_type == Out::kFloat16) turn(static_cast<Float16*>(args.out));
+      else turn(static_cast<BFloat16*>(args.out));
+    }
+  }
+
+  // A vector row of 16-bit floats, which float32 results are rounded to.
+  void run_halves(const uint8_t* panel, int64_t vector_row, int64_t batch, int64_t n0, int64_t width) const {
+    alignas(64) float results[magicube::kMaxVector * kColumns];
+    alignas(64) uint16_t halves[kColumns];
+    const int64_t row0 = vector_row * args.a.vector_length, rows = lesser(args.a.vector_length, args.a.rows - row0);
+    run(panel, vector_row, batch, n0, width, results);
+    for (int64_t v = 0; v < rows; ++v) {
+      const int64_t at = (batch * args.a.rows + row0 + v) * args.n + n0;
+      if (streams && width * 2 % 64 == 0) {
+        store_floats(results + v * kColumns, width, args.out_type, halves, 0);
+        Micro::stream(halves, static_cast<uint16_t*>(args.out) + at, width * 2);
+      } else {
+        store_floats(results + v * kColumns, width, args.out_type, args.out, at);
+      }
     }
   }
 
@@ -249,7 +273,7 @@ struct SpmmRow {
     if (!streams) prefetch_out(r0, batch, n0, width);
     for (int64_t r = r0; r < r1; ++r) {
       if (!streams && r + 1 < r1) prefetch_out(r + 1, batch, n0, width);
-      run(panel, r, batch, n0, width, nullptr);
+      has_halves() ? run_halves(panel, r, batch, n0, width) : run(panel, r, batch, n0, width, nullptr);
     }
   }
 };

@@ -116,31 +116,37 @@ struct SpmmFew {
     }
   }
 
-  // Rows of results from column n0 on; one of float32 is as short as a call of write_run is long.
+  // Rows of results from column n0 on.
   void write(const int32_t* sums, int64_t row, int64_t rows, int64_t batch, int64_t n0, int64_t count) const {
     const auto& scales = args.scales;
     const float* const columns = scales.columns ? scales.columns + batch * scales.column_batch + n0 : nullptr;
     const float* const row_scales = scales.rows ? scales.rows + batch * scales.row_batch + row : nullptr;
     const float* const bias = scales.bias ? scales.bias + row : nullptr;
     const int64_t at = (batch * args.a.rows + row) * args.n + n0;
-    if (args.out_type == Out::kFloat32 && count == 1) {
-      return write_column(sums, rows, row_scales, columns ? *columns : 1.0f, bias, static_cast<float*>(args.out) + at);
+    if (args.out_type < Out::kFloat32) {
+      for (int64_t r = 0; r < rows; ++r) write_run(sums + r * width(), count, 0, 1.0f, nullptr, 0.0f, args.out_type, args.out, at + r * args.n);
+      return;
     }
-    for (int64_t r = 0; r < rows; ++r, sums += width()) {
-      const float scale = row_scales ? row_scales[r] : 1.0f, added = bias ? bias[r] : 0.0f;
-      if (args.out_type != Out::kFloat32) {
-        write_run(sums, count, 0, scale, columns, added, args.out_type, args.out, at + r * args.n);
-        continue;
+    alignas(64) float block[kTicketRows * magicube::kMaxVector * magicube::kFewColumns];  // of 16-bit floats, as float32
+    const bool in_place = args.out_type == Out::kFloat32;
+    float* const out = in_place ? static_cast<float*>(args.out) + at : block;
+    const int64_t pitch = in_place ? args.n : count;
+    if (count == 1) {
+      write_column(sums, rows, row_scales, columns ? *columns : 1.0f, bias, out, pitch);
+    } else {
+      for (int64_t r = 0; r < rows; ++r, sums += width()) {
+        const float scale = row_scales ? row_scales[r] : 1.0f, added = bias ? bias[r] : 0.0f;
+        for (int64_t j = 0; j < count; ++j) out[r * pitch + j] = static_cast<float>(sums[j]) * scale * (columns ? columns[j] : 1.0f) + added;
       }
-      float* const out = static_cast<float*>(args.out) + at + r * args.n;
-      for (int64_t j = 0; j < count; ++j) out[j] = static_cast<float>(sums[j]) * scale * (columns ? columns[j] : 1.0f) + added;
     }
+    if (in_place) return;
+    const int64_t runs = count == args.n ? 1 : rows;  // whole rows follow each other
+    for (int64_t r = 0; r < runs; ++r) store_floats(block + r * count, count == args.n ? rows * count : count, args.out_type, args.out, at + r * args.n);
   }
 
   // One column of the output.
   void write_column(const int32_t* __restrict sums, int64_t rows, const float* __restrict scale, float column,
-                    const float* __restrict bias, float* __restrict out) const {
-    const int64_t step = args.n;
+                    const float* __restrict bias, float* __restrict out, int64_t step) const {
     for (int64_t r = 0; r < rows; ++r) {
       out[r * step] = static_cast<float>(sums[r]) * (scale ? scale[r] : 1.0f) * column + (bias ? bias[r] : 0.0f);
     }

@@ -127,13 +127,13 @@ class DenseProduct:
         given, factors = x, self.factors
         if factors is not None and x.dtype is not torch.float32:
             given, factors = smoothed(x, factors), None
-        if x.dtype is not torch.float32 or not (x.is_contiguous() or (x.ndim == 2 and x.stride(1) == 1)):
-            given = given.float().contiguous()
+        if not (x.is_contiguous() or (x.ndim == 2 and x.stride(1) == 1)):
+            given = given.contiguous()
         call = self._calls.get(kind)
         if call is None:
             _make_room(self._calls)
             row_elements = given.stride(0) if given.ndim == 2 and rows > 1 else k
-            call = self._calls[kind] = LinearCall(self.right, rows, row_elements, 8, x.dtype)
+            call = self._calls[kind] = LinearCall(self.right, rows, row_elements, 8, x.dtype, x_dtype=given.dtype)
         y = call(given, _float32(act_scale), self._scale, _float32(bias), factors, activation)
         return y if x.ndim == 2 else y.view(*lead, m)
 
