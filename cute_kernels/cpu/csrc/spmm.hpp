@@ -286,6 +286,9 @@ bool streams_out(const SpmmArgs& args) {
          row_bytes * args.a.rows * args.batch >= Micro::kStreamBytes;
 }
 
+constexpr int64_t kEvenTickets = 8;      // of a thread, which then ends at about the same time as the others
+constexpr int64_t kNearBytes = 1 << 19;  // of panels, which stay in L2
+
 // Panels of one call, numbered through the batch.
 template <class Micro>
 struct SpmmPanels {
@@ -374,9 +377,14 @@ struct SpmmPanels {
       stage_rows(t / pieces, first + t / pieces, k0, lesser(k0 + kStagedRows, k));
     }
     if (!group.barrier()) return false;
-    for (int64_t t = group.ticket(); t < count * tickets; t = group.ticket()) {
-      const int64_t slot = t / tickets, index = first + slot, n0 = index % across() * columns(), r0 = t % tickets * kTicketRows;
-      row.run_rows(panel(slot), r0, lesser(r0 + kTicketRows, rows), index / across(), n0, lesser(columns(), args.n - n0));
+    // With all panels near, rows of A are read once, and those of the output are written as a whole: by one thread.
+    const bool together = tickets >= kEvenTickets * group.size() && count * magicube::spmm_panel_bytes(args) <= kNearBytes;
+    for (int64_t t = group.ticket(); t < (together ? 1 : count) * tickets; t = group.ticket()) {
+      const int64_t r0 = t % tickets * kTicketRows, begin = t / tickets;
+      for (int64_t slot = begin; slot < (together ? count : begin + 1); ++slot) {
+        const int64_t index = first + slot, n0 = index % across() * columns();
+        row.run_rows(panel(slot), r0, lesser(r0 + kTicketRows, rows), index / across(), n0, lesser(columns(), args.n - n0));
+      }
     }
     if constexpr (Micro::kStreams) Micro::finish_streams();
     return group.barrier();

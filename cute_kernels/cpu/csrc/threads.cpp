@@ -63,9 +63,10 @@ int64_t spmm_panel_parts(const SpmmArgs& args, int64_t most) {
 }
 
 int64_t spmm_staged_panels(const SpmmArgs& args, int threads, int64_t columns) {
-  if (threads == 1) return 1;
+  if (threads == 1 && args.turned) return 1;  // a row of such an output is whole in a panel
   const int64_t panels = (args.n + columns - 1) / columns * args.batch;
-  const int64_t bytes = std::max(kSharedPanels, args.a.columns_total * args.n * args.batch * args.b.digits() / kWorkspaceShare);
+  const int64_t share = args.a.columns_total * args.n * args.batch * args.b.digits() / kWorkspaceShare;
+  const int64_t bytes = threads == 1 ? kPartsBytes : std::max(kSharedPanels, share);
   return std::clamp(bytes / spmm_panel_bytes(args), int64_t{1}, std::max(panels, int64_t{1}));
 }
 

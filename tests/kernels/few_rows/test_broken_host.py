@@ -21,6 +21,7 @@ from tests.kernels.few_rows.test_product_host import check
 pytestmark = [pytest.mark.skipif(not has_compiler(), reason="no g++"), pytest.mark.long]
 
 FORMATS, PRODUCT, DENSE = "few_rows/formats.cuh", "few_rows/product.cuh", "few_rows/decode.cuh"
+TILE_END = "scaled_gemm/small_m.cuh"
 WAIT = "barrier_wait(gemm.empty(at.stage), at.parity ^ 1);"
 
 
@@ -70,31 +71,31 @@ def test_a_wrong_constant_of_a_decoder_is_seen(breach: tuple[str, str, str, str]
 DEEP, SHARED = candidates("int4_g128", 8)[3], candidates("mxfp4", 64)[0]
 PLAIN = candidates("int4_g32_min", 32)[0]  # of two units a stage
 BREACHES = [
-    # (config, changes of the source, what is said, if not that the product is wrong)
-    (PLAIN, [(WAIT, WAIT.replace(" ^ 1", ""))], "waits for ever"),
-    (PLAIN, [(WAIT, "")], "waits for ever|more arrivals|not close"),
-    (PLAIN, [("barrier_wait(gemm.full(at.stage), at.parity);", "")], "not close|more arrivals"),
-    (PLAIN, [("finish_piece<0>(a);  //", "finish_piece<1>(a);  //"), ("    finish_piece<0>(b);\n    if", "    if")], None),
-    (PLAIN, [("if (u > 0) finish_piece<1>(a);", "")], "not close"),
-    (PLAIN, [("if (!kSum && u > 0) finish_piece<1>(b);", "")], "not close"),
-    (DEEP, [("finish_piece<0>(b);\n          add_scaled", "add_scaled")], "not close"),
-    (DEEP, [("warp_group::named_barrier_sync(1, kAll);  // all", "//")], "not close"),
-    (DEEP, [("  if constexpr (C::kSplit > 1) cluster::sync();  // other", "  //")], "has ended"),
-    (DEEP, [("blocks * G::kBlockBytes);", "blocks * G::kBlockBytes - 16);")], "more bytes"),
-    (DEEP, [("4 * C::kGroups / C::kDepth);", "4 * C::kGroups);")], "waits for ever"),
-    (DEEP, [("kStages = C::kStages,", "kStages = C::kStages - 1,"), ("kStages % kDepth == 0,", "true,")], "more arrivals"),
-    (SHARED, [("G::kXBytes + blocks *", "G::kXBytes + G::kBlocks *")], "waits for ever"),
-    (SHARED, [("present < G::kBlocks ? present : G::kBlocks", "G::kBlocks")], "beyond the weights"),
-    (SHARED, [(" && own < n) prefetch_l2", ") prefetch_l2")], "beyond the array"),
-    (SHARED, [("* 8 * (C::kGroups + 1),", "* 8 * (C::kGroups + 2),")], "setmaxnreg"),
+    # (config, header, changes of it, what is said, if not that the product is wrong)
+    (PLAIN, PRODUCT, [(WAIT, WAIT.replace(" ^ 1", ""))], "waits for ever"),
+    (PLAIN, PRODUCT, [(WAIT, "")], "waits for ever|more arrivals|not close"),
+    (PLAIN, PRODUCT, [("barrier_wait(gemm.full(at.stage), at.parity);", "")], "not close|more arrivals"),
+    (PLAIN, PRODUCT, [("finish_piece<0>(a);  //", "finish_piece<1>(a);  //"), ("    finish_piece<0>(b);\n    if", "    if")], None),
+    (PLAIN, PRODUCT, [("if (u > 0) finish_piece<1>(a);", "")], "not close"),
+    (PLAIN, PRODUCT, [("if (!kSum && u > 0) finish_piece<1>(b);", "")], "not close"),
+    (DEEP, PRODUCT, [("finish_piece<0>(b);\n          add_scaled", "add_scaled")], "not close"),
+    (DEEP, TILE_END, [("warp_group::named_barrier_sync(1, kAll);  // all", "//")], "not close"),
+    (DEEP, PRODUCT, [("  if constexpr (C::kSplit > 1) cluster::sync();  // other", "  //")], "has ended"),
+    (DEEP, PRODUCT, [("blocks * G::kBlockBytes);", "blocks * G::kBlockBytes - 16);")], "more bytes"),
+    (DEEP, PRODUCT, [("4 * C::kGroups / C::kDepth);", "4 * C::kGroups);")], "waits for ever"),
+    (DEEP, PRODUCT, [("kStages = C::kStages,", "kStages = C::kStages - 1,"), ("kStages % kDepth == 0,", "true,")], "more arrivals"),
+    (SHARED, PRODUCT, [("G::kXBytes + blocks *", "G::kXBytes + G::kBlocks *")], "waits for ever"),
+    (SHARED, PRODUCT, [("present < G::kBlocks ? present : G::kBlocks", "G::kBlocks")], "beyond the weights"),
+    (SHARED, PRODUCT, [(" && own < n) prefetch_l2", ") prefetch_l2")], "beyond the array"),
+    (SHARED, PRODUCT, [("* 8 * (C::kGroups + 1),", "* 8 * (C::kGroups + 2),")], "setmaxnreg"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("index", range(len(BREACHES)))
 def test_a_wrong_wait_count_or_size_is_seen(index: int, tmp_path: Path) -> None:
-    config, changes, said = BREACHES[index]
+    config, header, changes, said = BREACHES[index]
     assert config.act in ACTS and config.out == "bfloat16"
-    kernels = HostFewRows(tmp_path, [config], edit=replaced(PRODUCT, *changes))
+    kernels = HostFewRows(tmp_path, [config], edit=replaced(header, *changes))
     torch.manual_seed(0)
     with pytest.raises((RuntimeError, AssertionError), match=said):
         for late in (0, 1, 2, 3):
