@@ -287,7 +287,7 @@ bool streams_out(const SpmmArgs& args) {
 }
 
 constexpr int64_t kEvenTickets = 8;      // of a thread, which then ends at about the same time as the others
-constexpr int64_t kNearBytes = 1 << 19;  // of panels, which stay in L2
+constexpr int64_t kNearBytes = 5 << 17;  // of panels, which stay in L2
 
 // Panels of one call, numbered through the batch.
 template <class Micro>
