@@ -7,7 +7,6 @@ microseconds of Python. It allocates nothing on the GPU and waits for nothing.
 from __future__ import annotations
 
 import ctypes
-import logging
 import re
 import struct
 import threading
@@ -20,8 +19,6 @@ import torch
 from cute_kernels.jit.cache import build
 from cute_kernels.jit.compiler import Binary, Unit, Usage
 from cute_kernels.jit.device import DeviceError, _device, current_arch
-
-log = logging.getLogger("magicube")
 
 TENSOR_MAP_BYTES = 128
 _TENSOR_MAP_ALIGNMENT = 64
@@ -223,8 +220,6 @@ class Kernel:
             layout.frames.append(frame)  # the driver has copied the arguments
 
     def _fill(self, args: tuple[Any, ...]) -> tuple[ArgLayout, ArgBuffer]:
-        if log.isEnabledFor(logging.DEBUG):
-            log.debug("arguments of %s: %s", self.name, args)
         layout = self._layout
         if layout is None:
             layout = self._layout = ArgLayout(args, self._parameter_sizes())
@@ -236,8 +231,6 @@ class Kernel:
     def enqueue(self, prepared: LaunchRecord) -> None:
         """Launch `prepared` again: same arguments, same attributes."""
         _, grid, frame, cluster, pdl = prepared
-        if log.isEnabledFor(logging.DEBUG):
-            log.debug("launch %s grid %s block %d", self.name, grid, self.threads)
         driver, stream = self._driver, torch._C._cuda_getCurrentRawStream(self.device)
         if cluster is None and not (pdl and self._waits):
             (status,) = driver.cuLaunchKernel(
