@@ -221,7 +221,8 @@ class _Rowwise(_Style):
         if self.reduce == "exact":
             ints = layer.quantize(rows, top)
             scale = ints.scale  # (tokens, 1) or ()
-            found = self._scaled_sums(layer, ints, dtype) if scatters else None
+            is_even = scatters and tokens[0] % mesh.size() == 0
+            found = self._scaled_sums(layer, ints, dtype) if is_even else None
             if found is not None:
                 return found.view(-1, *tokens[1:], part.shape[0])
             sums = part.sums(ints, part.bounds[-1])  # (tokens, out), of this rank's inputs

@@ -151,7 +151,7 @@ def exchanged(call: Callable[[], Any]) -> tuple[dict[str, int], Any]:
 
 def check_parallel_styles(mesh: DeviceMesh) -> None:
     for static in (False, True) if mesh.size() == 2 else (mesh.size() == 3,):
-        for chunks, dim, shape in ((1, 0, (12, 40)), (3, 1, (2, 12, 40))):
+        for chunks, dim, shape in ((1, 0, (12, 40)), (3, 1, (2, 12, 40)), (1, 0, (5, 12, 40))):
             x = torch.randn(shape, generator=generator(3))
             with torch.no_grad():
                 expected = model(static=static)(x)
