@@ -43,13 +43,12 @@ A, B = drawn(64, 80), drawn(80, 48, seed=1)
 Q, K, V = drawn(3, 2, 4, 96, 16, seed=2)
 MASK = mc.masks.local(96, 24)
 SPARSE = mc.SRBCRS.from_dense((drawn(64, 80, seed=3) > 0.5).to(torch.int8), vector_length=8)
-MODEL = nn.Sequential(nn.Linear(80, 64), nn.ReLU(), nn.Linear(64, 32))
+LINEAR = nn.Linear(80, 64)
 
 
 def converted(calibrated: bool = False) -> nn.Module:
-    model = nn.Sequential(*(type(each)(80, 64) if isinstance(each, nn.Linear) else each for each in MODEL[:2]))
-    model = model.to_empty(device="cpu")
-    model[0].load_state_dict(MODEL[0].state_dict())
+    model = nn.Sequential(nn.Linear(80, 64, device="cpu"), nn.ReLU())
+    model[0].load_state_dict(LINEAR.state_dict())
     batches = [A] if calibrated else None
     mc.convert(model, mc.nn.SparseQuantConfig(sparsity=0.5), calibrate=batches, progress=False)
     return model
@@ -72,13 +71,13 @@ CALLS: dict[str, Callable[[], Tensor]] = {
     "layer": lambda: converted()(A),
     "static": lambda: converted(calibrated=True)(A),
     "gradient": gradient,
-    "dense": lambda: mc.nn.QuantLinear.from_linear(MODEL[0])(A),
+    "dense": lambda: mc.nn.QuantLinear.from_linear(LINEAR)(A),
     "matmul": lambda: residual.matmul(A, B, tol=1e-5, seed=0),
     "direct": lambda: residual.matmul(A, B, mode="direct"),
     "three digits": lambda: residual.matmul(A, B, mode="three_digit"),
     "qr": lambda: residual.qr(drawn(64, 32))[0],
     "solve": lambda: residual.solve(drawn(32, 32), drawn(32, seed=4))[0],
-    "linear": lambda: residual.ResidualLinear.from_linear(MODEL[0], tol=1e-2)(A),
+    "linear": lambda: residual.ResidualLinear.from_linear(LINEAR, tol=1e-2)(A),
 }  # fmt: skip
 
 

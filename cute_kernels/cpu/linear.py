@@ -78,10 +78,7 @@ class LinearCall:
         self._after: tuple[int, ...] = (OUT_TYPES[dtype],)
         if self._is_dense:
             self._after = (*((1, rows) if column_major else (m, 1)), OUT_TYPES[dtype])
-        self._x_type = OUT_TYPES[x_dtype]
-        self._last: tuple[int, ...] = () if dtype is x_dtype is torch.float32 and not turns else (turns, self._x_type)
-        if self._is_dense and self._last:
-            self._last = 0, 0, self._x_type
+        self._last = (0, 0, OUT_TYPES[x_dtype]) if self._is_dense else (turns, OUT_TYPES[x_dtype])
         self._scales, self._run = engine.Scales, engine.linear if self._is_dense else engine.sparse_linear
 
     def __call__(
@@ -124,7 +121,7 @@ class LinearCall:
         row_elements, low, high, rows = self._before
         last = self._last
         if factors is not None or activation is not None:
-            last = 0 if factors is None else factors.data_ptr(), FUNCTIONS.index(activation), self._x_type
+            last = 0 if factors is None else factors.data_ptr(), FUNCTIONS.index(activation), last[-1]
         self._run(
             self._handle, x.data_ptr(), row_elements, 0 if x_scale is None else x_scale.data_ptr(), low, high, scales,
             rows, out.data_ptr(), *self._after, torch.get_num_threads(), *last,

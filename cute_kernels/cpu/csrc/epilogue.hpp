@@ -5,7 +5,7 @@
 #include <cstring>
 
 #include "engine.hpp"
-#include "halves.hpp"
+#include "floats16.hpp"
 
 #ifdef __AVX2__
 #include <immintrin.h>

@@ -10,7 +10,7 @@
 #include <immintrin.h>
 #endif
 
-#include "halves.hpp"
+#include "floats16.hpp"
 #include "scaled_rows.hpp"
 
 namespace {  // compiled once per instruction set
@@ -189,15 +189,15 @@ double inverse_of(Real scale) {
 
 using magicube::DenseLeft;
 
-// The largest magnitude of 16-bit floats as bits of float32. Those of the halves have the order of the floats.
-template <class Half>
-int32_t row_absmax(const Half* __restrict x, int64_t count) {
+// The largest magnitude of 16-bit floats as bits of float32. Bits have the order of their floats.
+template <class Real16>
+int32_t row_absmax(const Real16* __restrict x, int64_t count) {
   uint16_t most = 0;
   for (int64_t k = 0; k < count; ++k) {
     const auto bits = static_cast<uint16_t>(x[k].bits & 0x7fff);
     most = bits > most ? bits : most;
   }
-  const Half largest{most};
+  const Real16 largest{most};
   return bits_of(load_float(&largest));
 }
 

@@ -119,7 +119,7 @@ struct SpmmRow {
     return offset;
   }
 
-  bool has_halves() const { return args.out_type > Out::kFloat32; }
+  bool is_16_bit() const { return args.out_type > Out::kFloat32; }
 
   // Call with where the results of a vector row, sums of one digit of each operand, go as float32; floats: rows of kColumns that
   // go on from there, or null.
@@ -237,7 +237,7 @@ struct SpmmRow {
     for (int64_t first = r0; first < r1; first += most) {
       const int64_t last = lesser(first + most, r1), rows = lesser(last * v, args.a.rows) - first * v;
       const int64_t at = n0 * args.a.rows + first * v;
-      if (kLanes < 16 && !has_halves()) {
+      if (kLanes < 16 && !is_16_bit()) {
         const float* const to = static_cast<const float*>(args.out) + at;
         for (int64_t j = 0; j < width; ++j) {  // far apart: hardware prefetchers do not follow them
           for (int64_t i = 0; i < rows; i += 16) __builtin_prefetch(to + j * args.a.rows + i, 1, 2);
@@ -245,23 +245,23 @@ struct SpmmRow {
       }
       for (int64_t r = first; r < last; ++r) run(panel, r, 0, n0, width, results + (r - first) * v * kColumns);
       const auto turn = [&](auto* to) { store_turned(results, kColumns, rows, width, to + at, args.a.rows); };
-      if (!has_halves()) turn(static_cast<float*>(args.out));
+      if (!is_16_bit()) turn(static_cast<float*>(args.out));
       else if (args.out_type == Out::kFloat16) turn(static_cast<Float16*>(args.out));
       else turn(static_cast<BFloat16*>(args.out));
     }
   }
 
   // A vector row of 16-bit floats, which float32 results are rounded to.
-  void run_halves(const uint8_t* panel, int64_t vector_row, int64_t batch, int64_t n0, int64_t width) const {
+  void run_16_bit(const uint8_t* panel, int64_t vector_row, int64_t batch, int64_t n0, int64_t width) const {
     alignas(64) float results[magicube::kMaxVector * kColumns];
-    alignas(64) uint16_t halves[kColumns];
+    alignas(64) uint16_t rounded[kColumns];
     const int64_t row0 = vector_row * args.a.vector_length, rows = lesser(args.a.vector_length, args.a.rows - row0);
     run(panel, vector_row, batch, n0, width, results);
     for (int64_t v = 0; v < rows; ++v) {
       const int64_t at = (batch * args.a.rows + row0 + v) * args.n + n0;
       if (streams && width * 2 % 64 == 0) {
-        store_floats(results + v * kColumns, width, args.out_type, halves, 0);
-        Micro::stream(halves, static_cast<uint16_t*>(args.out) + at, width * 2);
+        store_floats(results + v * kColumns, width, args.out_type, rounded, 0);
+        Micro::stream(rounded, static_cast<uint16_t*>(args.out) + at, width * 2);
       } else {
         store_floats(results + v * kColumns, width, args.out_type, args.out, at);
       }
@@ -273,7 +273,7 @@ struct SpmmRow {
     if (!streams) prefetch_out(r0, batch, n0, width);
     for (int64_t r = r0; r < r1; ++r) {
       if (!streams && r + 1 < r1) prefetch_out(r + 1, batch, n0, width);
-      has_halves() ? run_halves(panel, r, batch, n0, width) : run(panel, r, batch, n0, width, nullptr);
+      is_16_bit() ? run_16_bit(panel, r, batch, n0, width) : run(panel, r, batch, n0, width, nullptr);
     }
   }
 };

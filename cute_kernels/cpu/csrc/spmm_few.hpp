@@ -140,8 +140,8 @@ struct SpmmFew {
       }
     }
     if (in_place) return;
-    const int64_t runs = count == args.n ? 1 : rows;  // whole rows follow each other
-    for (int64_t r = 0; r < runs; ++r) store_floats(block + r * count, count == args.n ? rows * count : count, args.out_type, args.out, at + r * args.n);
+    const int64_t run = count == args.n ? rows * count : count;  // whole rows follow each other
+    for (int64_t i = 0; i < rows * count; i += run) store_floats(block + i, run, args.out_type, args.out, at + i / count * args.n);
   }
 
   // One column of the output.

@@ -14,7 +14,7 @@ from magicube_cutlass.dispatch.cpu import pack_operand
 
 pytestmark = pytest.mark.skipif(not engine.available(), reason="the engine is not compiled")
 
-HALVES = (torch.float16, torch.bfloat16)
+SHORT_FLOATS = (torch.float16, torch.bfloat16)
 SHAPES = [(1536, 384), (100, 70), (37, 64), (8, 9000)]  # (M, K); the last one takes several chunks of a row
 
 
@@ -73,7 +73,7 @@ def test_few_rows_stay_column_major() -> None:
 
 
 @pytest.mark.parametrize("isa", engine.isas())
-@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("dtype", SHORT_FLOATS, ids=str)
 @pytest.mark.parametrize("dense", [False, True])
 @pytest.mark.parametrize("shape", SHAPES[:3], ids=str)
 def test_16_bit_floats_are_float32_rounded_at_the_end(
@@ -101,7 +101,7 @@ def test_16_bit_floats_are_float32_rounded_at_the_end(
 
 
 @pytest.mark.parametrize("isa", engine.isas())
-@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("dtype", SHORT_FLOATS, ids=str)
 def test_every_16_bit_float_is_read_and_written(dtype: torch.dtype, isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a weight of 1 and a scale that gives a row its one entry back: 127 s of x / 127 s."""
     monkeypatch.setenv("MAGICUBE_CPU", isa)

@@ -40,15 +40,15 @@ inline uint16_t to_float16(float value) {  // overflow to infinity, with subnorm
   return static_cast<uint16_t>(sign | (bits >> 13));
 }
 
-inline float from_bfloat16(uint16_t half) {
-  const uint32_t bits = uint32_t{half} << 16;
+inline float from_bfloat16(uint16_t code) {
+  const uint32_t bits = uint32_t{code} << 16;
   float value;
   std::memcpy(&value, &bits, 4);
   return value;
 }
 
-inline float from_float16(uint16_t half) {
-  const uint32_t sign = (half & 0x8000u) << 16, rest = half & 0x7fffu;
+inline float from_float16(uint16_t code) {
+  const uint32_t sign = (code & 0x8000u) << 16, rest = code & 0x7fffu;
   const float subnormal = static_cast<float>(rest) * 0x1p-24f;
   uint32_t bits = (rest << 13) + 0x38000000u + (rest >= 0x7c00u ? 0x38000000u : 0);
   if (rest < 0x400u) std::memcpy(&bits, &subnormal, 4);
@@ -78,8 +78,8 @@ constexpr int64_t kLanes = 16;
 inline FloatVector load_vector(const float* from) { return _mm512_loadu_ps(from); }
 inline FloatVector load_vector(const Float16* from) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))); }
 inline FloatVector load_vector(const BFloat16* from) {
-  const __m256i halves = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
-  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
+  const __m256i codes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(codes), 16));
 }
 
 inline __mmask16 nans(__m512 x) { return _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q); }
@@ -104,8 +104,8 @@ constexpr int64_t kLanes = 8;
 inline FloatVector load_vector(const float* from) { return _mm256_loadu_ps(from); }
 inline FloatVector load_vector(const Float16* from) { return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))); }
 inline FloatVector load_vector(const BFloat16* from) {
-  const __m128i halves = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
-  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16));
+  const __m128i codes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(codes), 16));
 }
 
 inline void store_vector(float* to, __m256 x) { _mm256_storeu_ps(to, x); }
@@ -120,15 +120,15 @@ inline void store_vector(BFloat16* to, __m256 x) {
   const __m256i rounded = _mm256_srli_epi32(_mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd), 16);
   const __m256i nan = _mm256_or_si256(high, _mm256_set1_epi32(0x40));
   const __m256i both = _mm256_blendv_epi8(rounded, nan, _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q)));
-  const __m128i halves = _mm_packus_epi32(_mm256_castsi256_si128(both), _mm256_extracti128_si256(both, 1));
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), halves);
+  const __m128i codes = _mm_packus_epi32(_mm256_castsi256_si128(both), _mm256_extracti128_si256(both, 1));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), codes);
 }
 #else
 constexpr int64_t kLanes = 0;
 #endif
 
-template <class Half>
-void store_halves(const float* __restrict from, int64_t count, Half* __restrict to) {
+template <class Real16>
+void store_16_bit(const float* __restrict from, int64_t count, Real16* __restrict to) {
   int64_t i = 0;
 #ifdef __AVX2__
   for (; i + kLanes <= count; i += kLanes) store_vector(to + i, load_vector(from + i));
@@ -136,8 +136,8 @@ void store_halves(const float* __restrict from, int64_t count, Half* __restrict 
   for (; i < count; ++i) store_float(to + i, from[i]);
 }
 
-template <class Half>
-void load_halves(const Half* __restrict from, int64_t count, float* __restrict to) {
+template <class Real16>
+void load_16_bit(const Real16* __restrict from, int64_t count, float* __restrict to) {
   int64_t i = 0;
 #ifdef __AVX2__
   for (; i + kLanes <= count; i += kLanes) store_vector(to + i, load_vector(from + i));
@@ -147,9 +147,9 @@ void load_halves(const Half* __restrict from, int64_t count, float* __restrict t
 
 // The same as float32, in `block` unless they are.
 inline const float* as_floats(const float* from, int64_t, float*) { return from; }
-template <class Half>
-const float* as_floats(const Half* from, int64_t count, float* block) {
-  load_halves(from, count, block);
+template <class Real16>
+const float* as_floats(const Real16* from, int64_t count, float* block) {
+  load_16_bit(from, count, block);
   return block;
 }
 
@@ -159,8 +159,8 @@ inline void store_floats(const float* from, int64_t count, Out type, void* out, 
     std::memcpy(static_cast<float*>(out) + offset, from, static_cast<size_t>(count) * sizeof(float));
     return;
   }
-  if (type == Out::kFloat16) store_halves(from, count, static_cast<Float16*>(out) + offset);
-  else store_halves(from, count, static_cast<BFloat16*>(out) + offset);
+  if (type == Out::kFloat16) store_16_bit(from, count, static_cast<Float16*>(out) + offset);
+  else store_16_bit(from, count, static_cast<BFloat16*>(out) + offset);
 }
 
 // A run of floats of a type, from `offset` on, as float32.
@@ -169,8 +169,8 @@ inline void load_floats(const void* from, int64_t offset, int64_t count, Out typ
     std::memcpy(to, static_cast<const float*>(from) + offset, static_cast<size_t>(count) * sizeof(float));
     return;
   }
-  if (type == Out::kFloat16) load_halves(static_cast<const Float16*>(from) + offset, count, to);
-  else load_halves(static_cast<const BFloat16*>(from) + offset, count, to);
+  if (type == Out::kFloat16) load_16_bit(static_cast<const Float16*>(from) + offset, count, to);
+  else load_16_bit(static_cast<const BFloat16*>(from) + offset, count, to);
 }
 
 }  // namespace
