@@ -171,6 +171,18 @@ __device__ __forceinline__ bool encode_fast(float x, const FloatInverse& inverse
   return fabsf(distance) < 0.5f - kNear;
 }
 
+// As encode_fast for up to 8 bits, with the quotient as a sum of two float32: its error is below 2^-35 up to 2^8, beyond which it
+// is false. The 16-bit floats of a row are near midpoints often, so that this spares much double arithmetic.
+__device__ __forceinline__ bool encode_near(float x, const FloatInverse& inverse, int32_t& code) {
+  constexpr float kRound = 0x1.8p23f;
+  const float q = __fmul_rn(x, inverse.high), residual = __fmaf_rn(x, inverse.low, __fmaf_rn(x, inverse.high, -q));
+  const float shifted = __fadd_rn(q, kRound), off = __fadd_rn(q, -__fadd_rn(shifted, -kRound));
+  const float beyond = __fadd_rn(__fadd_rn(fabsf(off), -0.5f), off < 0.0f ? -residual : residual);  // the midpoint
+  code = __float_as_int(shifted) - __float_as_int(kRound);
+  if (beyond > 0.0f) code += off < 0.0f ? -1 : 1;
+  return fabsf(q) < 0x1p8f && fabsf(beyond) > 0x1p-34f;
+}
+
 // Whether a range check is possible; entries in range need half the instructions.
 template <class Config>
 inline constexpr bool has_range_check =
@@ -192,6 +204,38 @@ __device__ __forceinline__ bool encode_in_range(const typename Config::Source (&
   return farthest < 0.5f - 0x1p-14f;
 }
 
+// Whether certain_inverse exists.
+template <class Config>
+inline constexpr bool has_certain_inverse =
+    Config::kBits == 8 && !Config::kTruncate && sizeof(typename Config::Source) == 2;
+
+// 1 / scale as a sum of two float32 for 16-bit floats and a scale derived from their amax, such that encode_certain rounds as the
+// double rule does; NaN if there is none. A quotient is at least 2^-20 of itself away from the midpoint of two integers, or would
+// be the midpoint if scale * kHigh were exactly the amax. In the second case the sign of amax - scale * kHigh gives the side of the
+// quotient, and the inverse is biased by 2^-22 to that side; without a difference the midpoint is met, and rounded to even.
+template <class Config>
+__device__ __forceinline__ FloatInverse certain_inverse(float scale, uint32_t absmax) {
+  const float largest = __uint_as_float(absmax), excess = __fmaf_rn(scale, -float(Range<Config>::kHigh), largest);
+  const float bias = excess == 0.0f ? 0.0f : excess > 0.0f ? 0x1p-22f : -0x1p-22f;
+  FloatInverse inverse(scale);
+  inverse.low = __fmaf_rn(inverse.high, bias, inverse.low);
+  if (!(largest * inverse.high < Range<Config>::kHigh + 0.25f)) inverse.high = __int_as_float(0x7fffffff);
+  return inverse;
+}
+
+// The amax, as bits, that a given scale follows from; NaN if none does.
+template <class Config>
+__device__ __forceinline__ uint32_t amax_of(float scale) {
+  constexpr int kHigh = Range<Config>::kHigh;
+  const uint32_t absmax = __float_as_uint(static_cast<float>(static_cast<typename Config::Source>(scale * kHigh)));
+  return scale_of<float, kHigh>(absmax) == scale ? absmax : 0x7fffffff;
+}
+
+// The integer of an entry in the low bits, for the inverse above.
+__device__ __forceinline__ int32_t encode_certain(float x, const FloatInverse& inverse) {
+  return __float_as_int(__fadd_rn(__fmaf_rn(x, inverse.high, __fmul_rn(x, inverse.low)), 0x1.8p23f));
+}
+
 // Whether all entries of `state` are in range; false if float32 cannot decide.
 template <class Config>
 __device__ __forceinline__ bool is_in_range(const AbsmaxState<Quantizer<Config>>& state, const FloatInverse& inverse) {
@@ -199,6 +243,30 @@ __device__ __forceinline__ bool is_in_range(const AbsmaxState<Quantizer<Config>>
   const float absmax = static_cast<float>(RealBits<Real>::real(state.absmax));
   return !state.negative && absmax * inverse.high < Range<Config>::kHigh + 0.25f;
 }
+
+// How entries that share a scale are rounded: any, those in range, and those that encode_certain decides.
+enum class Entries { kAny, kInRange, kCertain };
+
+template <class Config>
+struct Rule {
+  using Q = Quantizer<Config>;
+  FloatInverse inverse;
+  Entries entries;
+
+  __device__ Rule() = default;
+  // `absmax` is that of all entries, `state` has seen the thread's. A given scale may follow from another amax, or from none.
+  __device__ Rule(typename Q::Real scale, typename Q::Bits absmax, bool given, const AbsmaxState<Q>& state)
+      : inverse(scale), entries(is_in_range<Config>(state, inverse) ? Entries::kInRange : Entries::kAny) {
+    if constexpr (has_certain_inverse<Config>) {
+      const FloatInverse certain = certain_inverse<Config>(scale, given ? amax_of<Config>(scale) : absmax);
+      if (entries == Entries::kInRange && certain.high == certain.high) inverse = certain, entries = Entries::kCertain;
+      else entries = Entries::kAny;  // seldom: no code of its own
+    }
+  }
+  // Without a thread's entries.
+  __device__ Rule(typename Q::Real scale, typename Q::Bits absmax, bool given)
+      : Rule(scale, absmax, given, AbsmaxState<Q>{absmax, given || !Q::kSigned}) {}
+};
 
 struct Output {
   uint8_t* at;
@@ -232,17 +300,24 @@ __device__ __forceinline__ void encode_exact_run(const Output& out, int64_t row,
 }
 
 // Encode and store kVec entries x of one row, loaded from `from`. fast(i) and exact(i): inverse of the scale of entry i.
-// in_range: the entries are known to be in range; otherwise integers are clamped.
+// Integers are clamped if `entries` may be any.
 template <class Config, class Fast, class Exact>
 __device__ __forceinline__ void encode_run(const Output& out, int64_t row, int64_t column, int64_t valid,
                                            const typename Config::Source (&x)[Quantizer<Config>::kVec],
-                                           const typename Config::Source* from, bool in_range, const Fast& fast,
-                                           const Exact& exact) {
+                                           const typename Config::Source* from, Entries entries,
+                                           const Fast& fast, const Exact& exact) {
   constexpr int kVec = Quantizer<Config>::kVec;
   using Run = PackedRun<Config::kStored, kVec>;
   int32_t codes[kVec];
-  if constexpr (has_range_check<Config>) {
-    if (in_range) {
+  if constexpr (has_certain_inverse<Config>) {
+    if (entries == Entries::kCertain) {
+      CUTE_UNROLL
+      for (int i = 0; i < kVec; ++i) codes[i] = encode_certain(static_cast<float>(x[i]), fast(i));
+      store_run<Config>(out, row, column, valid, Run::lowest(codes));
+      return;
+    }
+  } else if constexpr (has_range_check<Config>) {
+    if (entries == Entries::kInRange) {
       if (encode_in_range<Config>(x, fast, codes)) store_run<Config>(out, row, column, valid, Run::lowest(codes));
       else encode_exact_run<Config>(out, row, column, valid, from, exact);
       return;
@@ -351,7 +426,7 @@ encode_slices(const typename Config::Source* x, int64_t pitch, int64_t rows, int
     for (int s = 0; s < Q::kSteps; ++s) {
       if (!parts) state.update(part[s]);
       encode_run<Config>(output, tiles.row(tile), tiles.column(tile, s), tiles.valid(tile, s), part[s],
-                         x + slice * rows * pitch + tiles.row(tile) * pitch + tiles.column(tile, s), false,
+                         x + slice * rows * pitch + tiles.row(tile) * pitch + tiles.column(tile, s), Entries::kAny,
                          [&](int) { return fast_inverse; }, [&](int) { return inverse; });
     }
   }

@@ -99,6 +99,7 @@ encode_columns(const typename Config::Source* x, int64_t pitch, int64_t rows, in
   using Real = typename Q::Real;
   __shared__ typename Q::Bits shared[Q::kThreads * Q::kVec];
   __shared__ Real shared_scales[Q::kTileColumns];
+  __shared__ Rule<Config> rules[Q::kTileColumns];
   const ColumnTile<Q> own(columns, tiles, splits, lanes);
   typename Q::Bits absmax[Q::kVec] = {};
 #pragma unroll 4
@@ -116,19 +117,29 @@ encode_columns(const typename Config::Source* x, int64_t pitch, int64_t rows, in
     const Real scale = parts ? scale_of<Real, Range<Config>::kHigh>(column_absmax) : *at;
     if (parts && own.split == 0) *at = scale;
     shared_scales[threadIdx.x] = scale;
+    rules[threadIdx.x] = Rule<Config>(scale, column_absmax, parts == 0);
   }
   __syncthreads();
   const Real* own_scales = shared_scales + own.lane * Q::kVec;
-  FloatInverse fast_inverse[Q::kVec];
+  FloatInverse inverse[Q::kVec];
+  Entries entries = Entries::kCertain;  // as the columns allow
   CUTE_UNROLL
-  for (int i = 0; i < Q::kVec; ++i) fast_inverse[i] = FloatInverse(i < own.valid ? own_scales[i] : Real(1));
+  for (int i = 0; i < Q::kVec; ++i) {
+    const Rule<Config> rule = i < own.valid ? rules[own.lane * Q::kVec + i] : Rule<Config>(Real(1), 0, false);
+    inverse[i] = rule.inverse;
+    entries = rule.entries < entries ? rule.entries : entries;
+  }
+  if (entries != Entries::kCertain) {
+    CUTE_UNROLL
+    for (int i = 0; i < Q::kVec; ++i) inverse[i] = FloatInverse(i < own.valid ? own_scales[i] : Real(1));
+  }
   const Output output{out + own.slice * rows * out_pitch, out_pitch, vector_stores != 0};
   AbsmaxState<Q> state;
   own.each_row(x + own.slice * rows * pitch, pitch, rows, splits, passes, vector_loads != 0, true,
                [&](int64_t row, const typename Q::Source (&part)[Q::kVec]) {
                  if (!parts) state.update(part);
                  encode_run<Config>(output, row, own.column, own.valid, part, x + (own.slice * rows + row) * pitch + own.column,
-                                    false, [&](int i) { return fast_inverse[i]; },
+                                    entries, [&](int i) { return inverse[i]; },
                                     [&](int i) { return i < own.valid ? inverse_of(own_scales[i]) : 0.0; });
                });
   state.write_flags(flags);

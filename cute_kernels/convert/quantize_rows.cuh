@@ -54,20 +54,19 @@ encode_rows(const typename Config::Source* x, int64_t pitch, int64_t rows, int64
   }
   __syncthreads();
   const Real scale = shared_scales[threadIdx.x / int(lanes)];
-  const FloatInverse fast_inverse(scale);
-  const bool in_range = is_in_range<Config>(state, fast_inverse);
-  const auto fast = [&](int) { return fast_inverse; };
+  const Rule<Config> rule(scale, absmax, given != 0, state);
+  const auto fast = [&](int) { return rule.inverse; };
   const auto exact = [&](int) { return inverse_of(scale); };
   const Output output{out, out_pitch, vector_stores != 0};
   CUTE_UNROLL
   for (int s = 0; s < Q::kSteps; ++s) {
     const int64_t column = int64_t{s} * width + first;
-    encode_run<Config>(output, row, column, length - column, held[s], from + column, in_range, fast, exact);
+    encode_run<Config>(output, row, column, length - column, held[s], from + column, rule.entries, fast, exact);
   }
   for (int64_t column = int64_t{Q::kSteps} * width + first; column < length; column += width) {
     alignas(16) typename Q::Source part[Q::kVec];
     load<Q>(from + column, length - column, vector, part);
-    encode_run<Config>(output, row, column, length - column, part, from + column, in_range, fast, exact);
+    encode_run<Config>(output, row, column, length - column, part, from + column, rule.entries, fast, exact);
   }
 }
 
@@ -117,13 +116,12 @@ struct ShortRows {
     if (!exists) return;
     const Real scale = given ? *scale_at : scale_of<Real, Range<Config>::kHigh>(absmax);
     if (first == 0 && !given) *scale_at = scale * static_cast<Real>(factor);
-    const FloatInverse fast_inverse(scale);
-    const bool in_range = is_in_range<Config>(state, fast_inverse);
+    const Rule<Config> rule(scale, absmax, given, state);
     const Output output{to, 0, kWhole || vector_stores};
     CUTE_UNROLL
     for (int s = 0; s < Q::kSteps; ++s) {
-      encode_run<Config>(output, 0, s * width + first, valid(s), held[s], from + s * width, in_range,
-                         [&](int) { return fast_inverse; }, [&](int) { return inverse_of(scale); });
+      encode_run<Config>(output, 0, s * width + first, valid(s), held[s], from + s * width, rule.entries,
+                         [&](int) { return rule.inverse; }, [&](int) { return inverse_of(scale); });
     }
     from += row_step;
     to += out_step;

@@ -15,10 +15,12 @@
 
 namespace magicube {
 
-// encode_exact as small code: for the few entries that float32 cannot decide.
+// encode_exact as small code: for the few entries that one product in float32 cannot decide.
 template <class C>
 __device__ __noinline__ int32_t encode_undecided(float x, float scale) {
-  return encode_exact<C>(x, inverse_of(scale));
+  int32_t code;
+  if (!encode_near(x, FloatInverse(scale), code)) return encode_exact<C>(x, inverse_of(scale));
+  return max(Range<C>::kLow, min(Range<C>::kHigh, code));
 }
 
 // Scales (rows), unless one is given for all. `share`: columns of a CTA, whole runs; `vector_loads`: rows are aligned to 16 bytes.
@@ -52,7 +54,9 @@ encode_transposed(const typename C::Source* x, int64_t pitch, int64_t rows, int6
     }
   };
   load_own(begin + kRun * threadIdx.x);
+  constexpr bool kCertain = !C::kGiven && has_certain_inverse<C>;
   float scale[kRows];
+  FloatInverse inverse[kRows];
   if constexpr (C::kGiven) {
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) scale[r] = __ldg(scales);
@@ -79,6 +83,7 @@ encode_transposed(const typename C::Source* x, int64_t pitch, int64_t rows, int6
       CUTE_UNROLL
       for (int t = 0; t < kTeams; ++t) largest = max(largest, maxima[r][t]);
       scale[r] = scale_of<float, Range<C>::kHigh>(largest);
+      if constexpr (kCertain) inverse[r] = certain_inverse<C>(scale[r], largest);
     }
     if (begin == 0 && threadIdx.x < kRows && first + threadIdx.x < rows) {
       CUTE_UNROLL
@@ -87,9 +92,10 @@ encode_transposed(const typename C::Source* x, int64_t pitch, int64_t rows, int6
       }
     }
   }
-  FloatInverse inverse[kRows];
-  CUTE_UNROLL
-  for (int r = 0; r < kRows; ++r) inverse[r] = FloatInverse(scale[r]);
+  if constexpr (!kCertain) {
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) inverse[r] = FloatInverse(scale[r]);
+  }
   for (int64_t column = begin + kRun * threadIdx.x; column < end; column += kRun * C::kThreads) {
     if (column != begin + kRun * int64_t{threadIdx.x}) load_own(column);
     CUTE_UNROLL
@@ -98,9 +104,14 @@ encode_transposed(const typename C::Source* x, int64_t pitch, int64_t rows, int6
       CUTE_UNROLL
       for (int r = 0; r < kRows; ++r) {
         const float entry = static_cast<float>(own[r][c]);
-        if (!encode_fast<C>(entry, inverse[r], codes[r])) codes[r] = encode_undecided<C>(entry, scale[r]);
+        bool decided = inverse[r].high == inverse[r].high;
+        if constexpr (kCertain) codes[r] = encode_certain(entry, inverse[r]);
+        else decided = encode_fast<C>(entry, inverse[r], codes[r]);
+        if (!decided) codes[r] = encode_undecided<C>(entry, scale[r]);
       }
-      if (column + c < end) PackedRun<8, kRows>::template nearest<true>(codes).store(out + (column + c) * out_pitch + first);
+      using Run = PackedRun<8, kRows>;
+      const Run run = kCertain ? Run::lowest(codes) : Run::template nearest<true>(codes);
+      if (column + c < end) run.store(out + (column + c) * out_pitch + first);
     }
   }
 }
@@ -175,10 +186,10 @@ encode_turned(const typename C::Source* x, int64_t pitch, int64_t rows, int64_t 
   const uint32_t own = unit * kOwn + lane % kOwn;  // lane o has the scale of the warp's row o
   const bool exists = first + own < rows;
   float scale = 1.0f;
+  uint32_t largest = 0;
   if constexpr (C::kGiven) {
     if (exists) scale = __ldg(inputs + (first + own) * step);
   } else {
-    uint32_t largest = 0;
     CUTE_UNROLL
     for (int o = 0; o < kOwn; ++o) {
       AbsmaxState<Q> state;
@@ -205,36 +216,57 @@ encode_turned(const typename C::Source* x, int64_t pitch, int64_t rows, int64_t 
   uint8_t* places[Tile::kRowsALine];
   CUTE_UNROLL
   for (uint32_t p = 0; p < Tile::kRowsALine; ++p) places[p] = tile.place(lane, unit, p);
+  constexpr bool kCertain = has_certain_inverse<C>;
   const FloatInverse parts(scale);
-  const float own_inverse = parts.high + parts.low;
-  float inverse[kOwn];
-  CUTE_UNROLL
-  for (int o = 0; o < kOwn; ++o) inverse[o] = __shfl_sync(~0u, own_inverse, o);
+  FloatInverse own_inverse;
+  own_inverse.high = parts.high + parts.low, own_inverse.low = 0.0f;
   // Of a row with an entry that is not finite, or so small or large that its inverse is none, the product is NaN.
-  const bool in_range = __all_sync(~0u, scale * own_inverse < 1.5f);
+  bool in_range = __all_sync(~0u, scale * own_inverse.high < 1.5f);
+  if constexpr (kCertain) {
+    const FloatInverse certain = certain_inverse<C>(scale, C::kGiven ? amax_of<C>(scale) : largest);
+    in_range = __all_sync(~0u, certain.high == certain.high);
+    if (in_range) own_inverse = certain;
+  }
+  FloatInverse inverse[kOwn];
+  CUTE_UNROLL
+  for (int o = 0; o < kOwn; ++o) {
+    inverse[o].high = __shfl_sync(~0u, own_inverse.high, o);
+    inverse[o].low = kCertain ? __shfl_sync(~0u, own_inverse.low, o) : 0.0f;
+    if constexpr (C::kGiven && kCertain) {  // other entries than those of the scale
+      AbsmaxState<Q> state;
+      CUTE_UNROLL
+      for (int s = 0; s < kSteps; ++s) state.update(held[o][s]);
+      in_range &= __uint_as_float(state.absmax) * inverse[o].high < Range<C>::kHigh + 0.25f;
+    }
+  }
   CUTE_UNROLL
   for (int s = 0; s < kSteps; ++s) {
     CUTE_UNROLL
     for (int c = 0; c < Q::kVec; ++c) {
+      using Run = PackedRun<8, kOwn>;
       int32_t codes[kOwn];
-      bool decided = true;
-      if constexpr (C::kGiven) {
+      bool decided = in_range, saturates = false;
+      if constexpr (kCertain) {
         CUTE_UNROLL
-        for (int o = 0; o < kOwn; ++o) {
-          FloatInverse both;
-          both.high = inverse[o], both.low = 0.0f;
-          decided &= encode_fast<C>(static_cast<float>(held[o][s][c]), both, codes[o]);
-        }
-      } else {  // as encode_in_range
+        for (int o = 0; o < kOwn; ++o) codes[o] = encode_certain(static_cast<float>(held[o][s][c]), inverse[o]);
+      } else if constexpr (!C::kGiven) {  // as encode_in_range
         constexpr float kRound = 0x1.8p23f;
         float farthest = 0.0f;
         CUTE_UNROLL
         for (int o = 0; o < kOwn; ++o) {
-          const float value = static_cast<float>(held[o][s][c]), shifted = __fmaf_rn(value, inverse[o], kRound);
-          farthest = fmaxf(farthest, fabsf(__fmaf_rn(value, inverse[o], -__fadd_rn(shifted, -kRound))));
+          const float value = static_cast<float>(held[o][s][c]), shifted = __fmaf_rn(value, inverse[o].high, kRound);
+          farthest = fmaxf(farthest, fabsf(__fmaf_rn(value, inverse[o].high, -__fadd_rn(shifted, -kRound))));
           codes[o] = __float_as_int(shifted);  // the integer in the low bits
         }
         decided = in_range && farthest < 0.5f - 0x1p-14f;
+      }
+      if (C::kGiven && !(kCertain && in_range)) {
+        decided = saturates = true;
+        CUTE_UNROLL
+        for (int o = 0; o < kOwn; ++o) {  // an inverse biased for other rows is near enough
+          const bool one = encode_fast<C>(static_cast<float>(held[o][s][c]), inverse[o], codes[o]);
+          decided &= one;
+        }
       }
       if (!decided) {
         CUTE_UNROLL
@@ -242,8 +274,7 @@ encode_turned(const typename C::Source* x, int64_t pitch, int64_t rows, int64_t 
           codes[o] = encode_undecided<C>(static_cast<float>(held[o][s][c]), row_scales[unit * kOwn + o]);
         }
       }
-      using Run = PackedRun<8, kOwn>;
-      const Run run = C::kGiven ? Run::template nearest<true>(codes) : Run::lowest(codes);
+      const Run run = saturates ? Run::template nearest<true>(codes) : Run::lowest(codes);
       constexpr uint32_t kLine = Tile::kRowsALine;
       run.store(places[c % kLine] + (s * kSpan + c / kLine * kLine) * C::kRows);
     }

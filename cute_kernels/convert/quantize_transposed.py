@@ -19,6 +19,9 @@ from cute_kernels.operands import ALIGNMENT, aligned
 _MOST_ENTRIES = 1 << 22  # up to which `encode_transposed` takes less than quantization by rows and a copy
 _FEW_GIVEN = 1 << 20  # entries with a given scale, up to which it takes less than `encode_turned`
 _MOST_CTAS_IN_Y = 65535  # of a grid
+_ONE_WAVE = (
+    1 << 22
+)  # entries, up to which CTAs of one load a thread and row are all resident: more of each pays from here on
 _FEW = 64  # rows: stores of a word bind from here on, and clusters are quicker
 _CLUSTERED = ("sm_90a", "sm_100a")
 _MOST_CTAS = 16  # of a cluster
@@ -157,17 +160,21 @@ def _span(x: str) -> int:
     return 32 * ALIGNMENT // OUT_BYTES[x]
 
 
-def turned_config(x: str, columns: int, given: bool) -> TurnedConfig | None:
+def turned_config(x: str, rows: int, columns: int, given: bool) -> TurnedConfig | None:
     """Return the config for many rows of `columns` entries; None for rows that registers of a cluster cannot hold.
 
     Examples
     --------
-    >>> turned_config("float16", 4096, False).name, turned_config("float32", 14336, False)
-    ('quantize-encode_turned-float16-r32s1c16x6', None)
+    >>> turned_config("float16", 512, 4096, False).name, turned_config("float32", 512, 14336, False)
+    ('quantize-encode_turned-float16-r32s1c16x5', None)
+    >>> turned_config("float16", 4096, 4096, False).name
+    'quantize-encode_turned-float16-r32s2c8x4'
     """
+    ones = 6 if x == "float32" else 5  # CTAs of one step on an SM
     if given:
-        return TurnedConfig(x, True)
-    for steps, resident in ((1, 6), (2, 4), (4, 2)):
+        return TurnedConfig(x, True, resident=ones)
+    by_ones = rows * columns <= _ONE_WAVE or columns % (2 * _span(x)) != 0
+    for steps, resident in (((1, ones),) if by_ones else ()) + ((2, 4), (4, 2)):
         cluster = -(-columns // (steps * _span(x)))
         if cluster <= _MOST_CTAS:
             return TurnedConfig(x, False, steps=steps, cluster=cluster, resident=resident)
@@ -207,7 +214,7 @@ def _choose(x: Tensor, scale: Tensor | None, arch: str) -> TransposedConfig | Tu
     whole = all(each * size % ALIGNMENT == 0 for each in (columns, x.stride(0) if rows > 1 else columns))
     many = None
     if arch in _CLUSTERED and whole and x.data_ptr() % ALIGNMENT == 0:
-        many = turned_config(name, columns, scale is not None)
+        many = turned_config(name, rows, columns, scale is not None)
         many = many if many is not None and rows <= _MOST_CTAS_IN_Y * many.rows else None
     by_row = scale is not None and scale.numel() > 1
     if many is not None and (by_row or (rows > _FEW if scale is None else x.numel() > _FEW_GIVEN)):
@@ -316,7 +323,7 @@ def amax_rows(x: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def default_configs(arch: str) -> list[TransposedConfig | TurnedConfig]:
-    """Return the configs that products of floats use, and those of rows of 4096 and 14336 columns.
+    """Return the configs that products of floats use, and those of 512 and 4096 rows of 4096 and 14336 columns.
 
     Examples
     --------
@@ -327,5 +334,5 @@ def default_configs(arch: str) -> list[TransposedConfig | TurnedConfig]:
     few: list[TransposedConfig | TurnedConfig] = [_config(*case) for case in cases]
     if arch not in _CLUSTERED:
         return few
-    many = (turned_config(*case) for case in product(REAL_DTYPES.values(), (4096, 14336), (False, True)))
+    many = (turned_config(*case) for case in product(REAL_DTYPES.values(), (512, 4096), (4096, 14336), (False, True)))
     return few + list(dict.fromkeys(each for each in many if each is not None))

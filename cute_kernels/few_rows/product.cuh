@@ -211,28 +211,27 @@ __device__ __forceinline__ void run_few_rows(const TmaDescriptor& x, const uint8
   const int rank = C::kSplit == 1 ? 0 : int(cluster::rank()), tile = int(blockIdx.x) / C::kSplit, column = tile * G::kHeight;
   const int64_t row = int64_t{blockIdx.y} * C::kRows;
   const int parts = int(units) / G::kUnits, begin = parts * rank / C::kSplit, last = parts * (rank + 1) / C::kSplit;
+  const int64_t block_bytes = units * G::kUnitBytes;
+  const int present = (int(n) + kUnitRows - 1) / kUnitRows - tile * G::kBlocks;  // blocks from here on
+  const Producer<C> producer{gemm, x, weights + tile * G::kBlocks * block_bytes, block_bytes,
+                             present < G::kBlocks ? present : G::kBlocks, begin, last, int(row)};
+  const bool fetches = threadIdx.x == 128 * C::kGroups;
+  if (fetches) {
+    prefetch_tensor_map(&x);
+    producer.start();
+  }
+  // Scales of the tile are read last, when nothing else is under way: they come to the cache now.
+  const int64_t own = column + int64_t{threadIdx.x} * 8;
+  if (int(threadIdx.x) < G::kHeight / 8 && own < n) prefetch_l2(col_scales + own);
+  __syncthreads();
   if (threadIdx.x < 128 * C::kGroups) {
     if constexpr (G::kShare) warp_group::setmaxnreg_inc<G::kConsumerRegisters>();
-    // Scales of the tile are read last, when nothing else is under way: they come to the cache now.
-    const int64_t own = column + int64_t{threadIdx.x} * 8;
-    if (int(threadIdx.x) < G::kHeight / 8 && own < n) prefetch_l2(col_scales + own);
-    __syncthreads();
     const float alpha = row_scales && row_step == 0 ? __ldg(row_scales) : 1.0f;
     const GemmOutput<C> to{out + row * pitch, nullptr, row_step ? row_scales + row : nullptr, col_scales, bias, pitch, 0,
                            int(m - row), int(n), alpha, 0.0f, 0.0f, 0.0f, vector};
     consume(gemm, shared, to, begin, last, column);
   } else {
     if constexpr (G::kShare) warp_group::setmaxnreg_dec<G::kProducerRegisters>();
-    const bool fetches = threadIdx.x == 128 * C::kGroups;
-    const int64_t block_bytes = units * G::kUnitBytes;
-    const int present = (int(n) + kUnitRows - 1) / kUnitRows - tile * G::kBlocks;  // blocks from here on
-    const Producer<C> producer{gemm, x, weights + tile * G::kBlocks * block_bytes, block_bytes,
-                               present < G::kBlocks ? present : G::kBlocks, begin, last, int(row)};
-    if (fetches) {
-      prefetch_tensor_map(&x);
-      producer.start();
-    }
-    __syncthreads();
     if (fetches) producer.run();
     __syncwarp();
     if constexpr (C::kSplit > 1) cluster::sync();

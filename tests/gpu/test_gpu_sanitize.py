@@ -287,7 +287,7 @@ def test_few_rows_of_int8() -> None:
 def test_quantization_into_the_transpose(shape: tuple[int, int], given: bool) -> None:
     x = torch.randn(shape, dtype=torch.float16)
     scale = x.float().abs().amax(1, keepdim=True) / 100 if given else None
-    for config in (None, turned_config("float16", shape[1], given)):
+    for config in (None, turned_config("float16", *shape, given)):
         data, found = quantize_transposed(x.cuda(), None if scale is None else scale.cuda(), config=config)
         expected = (x.double() / found.cpu().double()).round().clamp(-128, 127).int()
         assert int((data.cpu().int() - expected.mT).abs().max()) <= 1
