@@ -57,6 +57,7 @@ _KERNELS: dict[str, set[str]] = {
     "attention": {"spmm", "layout", "convert", "jit", "atoms", "dtypes", "integers", "machine", "operands"},
     "estimate": {"convert", "jit", "dtypes", "operands"},
     "ranks": {"jit", "dtypes", "operands"},
+    "double_sums": {"jit", "operands"},
 }
 _KERNELS["catalog"] = set(_KERNELS)
 # Each may import those before it.

@@ -64,7 +64,7 @@ class ScaledSumsConfig(KernelConfig):
 def scaled_sums(
     parts: Sequence[Tensor], first: Tensor | None, second: Tensor | None, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """Return ``sum(parts) * first * second + bias`` as contiguous rows; one launch. Has not run on a GPU.
+    """Return ``sum(parts) * first * second + bias`` as contiguous rows; one launch.
 
     The sum is rounded to float32, each product is, and the last product and the bias are together.
 

@@ -25,8 +25,8 @@ from residual.error.probes import (
     judge,
     probe_right,
     row_chunks,
+    row_sums,
     steps,
-    two_level,
     underflow,
 )
 
@@ -73,9 +73,8 @@ def left_of_inner(A: Tensor, B: Tensor, probes: Probes) -> Tensor:
     if A.numel():
         vectors, bound = probe_right(B, *probes)
         used = (B != 0).any(1)  # (K_r,)
+        found[:, :p], found[:, p], _ = row_sums(A, vectors, bound)
         for rows in row_chunks(m, A.shape[1]):
-            a = A[rows].double()
-            found[rows, :p], found[rows, p] = two_level(a, vectors), a.abs() @ bound
             found[rows, p + 1] = (A[rows][:, used] != 0).any(1).double()
     return found
 
@@ -84,11 +83,10 @@ def of_rows(left: Tensor, C: Tensor, probes: Probes) -> Tensor:
     """Return the sums of rows of C (M_r, N) by those of :func:`left_of_inner`, completed over ranks."""
     p = probes.vectors.shape[1]
     product, bound = left[:, :p], left[:, p]
-    c = C.double()
-    claimed = two_level(c, probes.vectors.double()) if C.numel() else torch.zeros_like(product)
-    y = product - claimed
-    outputs = c.abs() @ probes.norms
-    rest = [part.square().sum() for part in (product, claimed, c, bound, outputs)]
+    right = row_sums(C, probes.vectors.double(), probes.norms)
+    y = product - right.products
+    rest = [part.square().sum() for part in (product, right.products, bound, right.bounds)]
+    rest.insert(2, right.squares.sum())
     return torch.cat([(y.mT @ y).flatten(), torch.stack([*rest, left[:, p + 1].sum()])])
 
 

@@ -144,7 +144,7 @@ def _readable(x: Tensor) -> Tensor:
 
 
 def probe_right(B: Tensor, W: Tensor, wbar: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ``B W`` and ``|B| wbar``, by the CPU engine or by torch.
+    """Return ``B W`` and ``|B| wbar``.
 
     Parameters
     ----------
@@ -162,23 +162,50 @@ def probe_right(B: Tensor, W: Tensor, wbar: Tensor) -> tuple[Tensor, Tensor]:
     """
     if _by_engine(B, W):
         return on_cpu.probe_right(_readable(B), W, wbar)
-    return probe_right_by_torch(B, W, wbar)
+    found = row_sums(B, W.double(), wbar)
+    return found.products, found.bounds
 
 
-def probe_right_by_torch(B: Tensor, W: Tensor, wbar: Tensor) -> tuple[Tensor, Tensor]:
-    """Return what :func:`probe_right` does, on any device."""
-    k, n = B.shape
-    product = torch.empty(k, W.shape[1], dtype=torch.float64, device=B.device)
-    bound = torch.empty(k, dtype=torch.float64, device=B.device)
-    w = W.double()
-    for rows in row_chunks(k, n):
-        b = B[rows].double()  # (rows, N)
-        product[rows], bound[rows] = two_level(b, w), b.abs() @ wbar
-    return product, bound
+class RowSums(NamedTuple):
+    """Sums over the columns of a matrix X, in float64."""
+
+    products: Tensor  # (M, p): X V
+    bounds: Tensor  # (M,): |X| n
+    squares: Tensor  # (M,)
+
+
+def row_sums(x: Tensor, v: Tensor, n: Tensor) -> RowSums:
+    """Return ``X V``, ``|X| n`` and the squares of the rows, by a GPU's kernel or by torch.
+
+    A term sees at most :func:`steps` roundings.
+
+    Parameters
+    ----------
+    x : Tensor, shape (M, K)
+        A float dtype.
+    v, n : Tensor, shapes (K, p) and (K,)
+        float64.
+
+    Returns
+    -------
+    RowSums
+    """
+    (rows, columns), p = x.shape, v.shape[1]
+    if x.is_cuda and p == PROBES:
+        from cute_kernels.double_sums import row_sums as kernel  # needs the CUDA wheels
+
+        if kernel.can_sum_rows(x) and kernel.roundings(columns) <= steps(columns):
+            return RowSums(*kernel.sum_rows(x, v, n))
+    found = RowSums(*(x.new_empty(rows, *tail, dtype=torch.float64) for tail in ((p,), (), ())))
+    for chunk in row_chunks(rows, columns):
+        part = x[chunk].double()  # (rows of the chunk, K)
+        found.products[chunk], found.bounds[chunk] = two_level(part, v), part.abs() @ n
+        found.squares[chunk] = part.square().sum(1)
+    return found
 
 
 def judge(A: Tensor, BW: Tensor, bound: Tensor, C: Tensor, W: Tensor, wbar: Tensor) -> ProbeSums:
-    """Return the sums that judge a product, by the CPU engine or by torch.
+    """Return the sums that judge a product.
 
     Parameters
     ----------
@@ -198,24 +225,17 @@ def judge(A: Tensor, BW: Tensor, bound: Tensor, C: Tensor, W: Tensor, wbar: Tens
     if _by_engine(A, W):
         gram, *sums = on_cpu.judge(_readable(A), BW, bound, _readable(C), W, wbar)
         return ProbeSums(gram.numpy(), *sums)
-    return judge_by_torch(A, BW, bound, C, W, wbar)
+    return sums_of(row_sums(A, BW, bound), row_sums(C, W.double(), wbar))
 
 
-def judge_by_torch(A: Tensor, BW: Tensor, bound: Tensor, C: Tensor, W: Tensor, wbar: Tensor) -> ProbeSums:
-    """Return what :func:`judge` does, on any device."""
-    p = W.shape[1]
-    gram = torch.zeros(p, p, dtype=torch.float64, device=A.device)
-    sums = torch.zeros(5, dtype=torch.float64, device=A.device)
-    w = W.double()
-    for rows in row_chunks(A.shape[0], max(A.shape[1], C.shape[1])):
-        a, c = A[rows].double(), C[rows].double()  # (rows, K), (rows, N)
-        product, claimed = two_level(a, BW), two_level(c, w)  # (rows, p)
-        y = product - claimed
-        gram += y.mT @ y
-        parts = product, claimed, c, a.abs() @ bound, c.abs() @ wbar
-        sums += torch.stack([part.square().sum() for part in parts])
-    numbers = torch.cat([gram.flatten(), sums]).cpu().numpy()
-    return ProbeSums(numbers[: p * p].reshape(p, p), *numbers[p * p :].tolist())
+def sums_of(left: RowSums, right: RowSums) -> ProbeSums:
+    """Return the sums that judge a product: ``left`` of A with ``B W``, ``right`` of C with ``W``."""
+    p = left.products.shape[1]
+    y = left.products - right.products  # (M, p)
+    squares = [each.square().sum() for each in (left.products, right.products, left.bounds, right.bounds)]
+    numbers = torch.cat([(y.mT @ y).flatten(), torch.stack([*squares, right.squares.sum()])]).cpu().numpy()
+    product, claimed, inputs, outputs, result = numbers[p * p :].tolist()
+    return ProbeSums(numbers[: p * p].reshape(p, p), product, claimed, result, inputs, outputs)
 
 
 def noise(sums: ProbeSums, A: Tensor, B: Tensor, inexact: int = 0) -> float:

@@ -14,6 +14,7 @@ from cute_kernels.attention.blocks.config import block_config
 from cute_kernels.attention.quantize_qkv import choose as choose_operands
 from cute_kernels.attention.quantize_qkv import encode_operands
 from cute_kernels.convert.quantize_transposed import amax_rows, quantize_transposed, turned_config
+from cute_kernels.double_sums.row_sums import sum_rows
 from cute_kernels.dtypes import element_bits
 from cute_kernels.estimate import probes
 from cute_kernels.few_rows.api import few_rows_product
@@ -279,6 +280,18 @@ def test_few_rows_of_int8() -> None:
     got = few_rows_int8_product(x, weight, out_dtype=torch.float32)
     exact = int8_product(x, weight, None, None)
     assert bool(((got.double() - exact).abs() <= int8_limit(x, weight, None, None, torch.float32)).all())
+
+
+@pytest.mark.parametrize("shape", [(3, 200), (70, 130)])
+def test_sums_in_double(shape: tuple[int, int]) -> None:
+    x, v, norms = (
+        torch.randn(shape).cuda(),
+        torch.randn(shape[1], 16).double().cuda(),
+        torch.ones(shape[1]).double().cuda(),
+    )
+    for each in (x, x.mT.contiguous().mT):
+        found = sum_rows(each, v, norms)
+        assert torch.allclose(found.products, x.double() @ v) and torch.allclose(found.bounds, x.double().abs().sum(1))
 
 
 @needs_warp_groups

@@ -26,6 +26,7 @@ from cute_kernels.convert.dense_to_sparse import CompressConfig
 from cute_kernels.convert.digits import DigitsConfig, columns_config
 from cute_kernels.convert.pack import PackConfig
 from cute_kernels.convert.quantize import QuantizeConfig
+from cute_kernels.double_sums import row_sums
 from cute_kernels.estimate import statistics
 from cute_kernels.estimate.config import ProbeConfig
 from cute_kernels.estimate.look import LookConfig
@@ -338,9 +339,8 @@ def _probes(arch: str) -> Iterator[Entry]:
         yield f"probe/compare {x} groups={groups}", ProbeConfig("compare_rows", x, groups=groups)
     yield "probe/sum of comparisons", ProbeConfig("sum_comparison", "float32")
     for side, kernel in (("B", "probe_rest"), ("A", "judge_rest")):
-        for transposed, groups in ((False, 1), (True, 2)):
-            tags = f"{' transposed' if transposed else ''} groups={groups}"
-            yield f"probe/remainder of {side}{tags}", RemainderConfig(kernel, transposed, groups)
+        yield f"probe/remainder of {side} groups=1", RemainderConfig(kernel, False, 1)
+        yield f"probe/remainder of {side} transposed groups=2", RemainderConfig(kernel, True, 2)
 
 
 def _look(arch: str) -> Iterator[Entry]:
@@ -348,9 +348,9 @@ def _look(arch: str) -> Iterator[Entry]:
     for side, planes, transposed in (("left", 2, False), ("left", 3, True), ("right", 2, True), ("right", 3, False)):
         tags = f"{' transposed' if transposed else ''}"
         yield f"look/{side} planes={planes}{tags}", LookConfig(f"look_{side}", planes, transposed)
-    yield "look/probes", LookConfig("look_probes")
-    yield "look/vectors planes=3", LookConfig("look_vectors", 3)
+    yield from (("look/probes", LookConfig("look_probes")), ("look/vectors planes=3", LookConfig("look_vectors", 3)))
     yield "look/verdict", VerdictConfig()
+    yield from ((f"look/double {each.name}", each) for each in row_sums.default_configs())
 
 
 def _attention(arch: str) -> Iterator[Entry]:

@@ -16,6 +16,7 @@ import magicube_cutlass as mc
 import residual
 from cute_kernels.convert import digits as gemm_digits
 from cute_kernels.convert import quantize
+from cute_kernels.double_sums import row_sums
 from cute_kernels.estimate import look, probes, statistics, verdict
 from cute_kernels.estimate import remainder_probes as probes_rest
 from cute_kernels.gemm import cuda as gemm_cuda
@@ -113,6 +114,11 @@ def checks(recorder: Recorder) -> None:
         for some in ((), scales[:1], scales):
             recorder.call(f"compare {m}x{n} of {dtype}, {len(some)} scales",
                           lambda: probes.compare(x, w, p, some, BOUNDS).out_of_range, c=x, w=w, product=p)  # fmt: skip
+    for (m, n), flip in product(shapes, (False, True)):
+        x, v, norms = reals(m, n), reals(n, 16).double(), reals(n).double()
+        x = turned(x) if flip else x
+        recorder.call(f"row sums {m}x{n}{', turned' if flip else ''}", lambda: row_sums.sum_rows(x, v, norms).squares,
+                      x=x, v=v, n=norms)  # fmt: skip
     for (m, k, n), flip in product(((40, 71, 33), (5000, 96, 300), (9000, 5000, 40)), (False, True)):
         a, b, w = reals(m, k), reals(k, n), vectors(n)
         a, b = (turned(a), turned(b)) if flip else (a, b)

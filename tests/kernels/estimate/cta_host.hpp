@@ -50,6 +50,8 @@ inline uint32_t __float_as_uint(float x) { uint32_t y; std::memcpy(&y, &x, 4); r
 inline double __longlong_as_double(long long x) { double y; std::memcpy(&y, &x, 8); return y; }
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 inline float __fadd_rn(float a, float b) { return a + b; }
+inline double __fma_rn(double a, double b, double c) { return std::fma(a, b, c); }
+inline double __dadd_rn(double a, double b) { return a + b; }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __frcp_rn(float a) { return 1.0f / a; }
 float __fdiv_ru(float, float);
@@ -218,6 +220,7 @@ namespace magicube {
 
 inline uint32_t shared_address(const void* at) { return uint32_t(static_cast<const uint8_t*>(at) - shared); }
 inline void cp_async(uint32_t to, const void* from, int valid) { host::copy(to, from, valid, 16); }
+template <int kBytes> void copy_async_run(uint32_t to, const void* from, int valid) { host::copy(to, from, valid, kBytes); }
 inline void copy_async_word(uint32_t to, const void* from) { host::copy(to, from, 4, 4); }
 inline void store_shared(uint32_t to, uint32_t word) { std::memcpy(shared + to, &word, 4); }
 inline void cp_async_commit() {
