@@ -68,7 +68,7 @@ digests: $(VENV)/.installed
 # The tests spread over processes where pytest-xdist is there; most of their time is the host's.
 gpu-test: SPREAD = $(shell $(PYTHON) -c 'import xdist; print("-n 6 --dist loadfile")' 2>/dev/null)
 gpu-test:
-	PYTHONPATH="$(ROOTED)" $(PYTHON) -m pytest -m "gpu and not alone" tests $(SPREAD) $(ARGS)
+	OMP_NUM_THREADS=1 PYTHONPATH="$(ROOTED)" $(PYTHON) -m pytest -m "gpu and not alone" tests $(SPREAD) $(ARGS)
 	PYTHONPATH="$(ROOTED)" $(PYTHON) -m pytest -m "gpu and alone" tests $(ARGS)
 
 gpu-sanitize:
