@@ -71,8 +71,8 @@ inline void store_codes(const __m512i q[4], uint8_t* out) {
   for (int i = 0; i < 4; ++i) _mm_storeu_si128(reinterpret_cast<__m128i*>(out) + i, _mm512_cvtepi32_epi8(q[i]));
 }
 
-// round_in_float of kRoundBlock entries. Without Clamps, quotients lie between low and high.
-template <bool Clamps, class Real, class Code>
+// round_in_float of kRoundBlock entries. Without Clamps, quotients lie between low and high. Sure: float32 rounds all of them right.
+template <bool Clamps, bool Sure, class Real, class Code>
 int32_t round_block(const Real* x, float inverse32, float low, float high, int offset, Code* out) {
   const __m512 inverse = _mm512_set1_ps(inverse32), shift = _mm512_set1_ps(kShift);
   const __m512 least = _mm512_set1_ps(kShift + low), most = _mm512_set1_ps(kShift + high);
@@ -82,8 +82,10 @@ int32_t round_block(const Real* x, float inverse32, float low, float high, int o
   for (int i = 0; i < 4; ++i) {
     const __m512 value = load_vector(x + i * 16);
     __m512 shifted = _mm512_fmadd_ps(value, inverse, shift);
-    const __m512 distance = _mm512_fmadd_ps(value, inverse, _mm512_sub_ps(shift, shifted));
-    worst = _mm512_max_epi32(worst, _mm512_and_si512(_mm512_castps_si512(distance), positive));
+    if (!Sure) {
+      const __m512 distance = _mm512_fmadd_ps(value, inverse, _mm512_sub_ps(shift, shifted));
+      worst = _mm512_max_epi32(worst, _mm512_and_si512(_mm512_castps_si512(distance), positive));
+    }
     if (Clamps) shifted = _mm512_min_ps(_mm512_max_ps(shifted, least), most);
     q[i] = _mm512_sub_epi32(_mm512_castps_si512(shifted), less);
   }
@@ -114,8 +116,8 @@ inline void store_codes(const __m256i q[4], uint8_t* out) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), in_order(bytes));
 }
 
-// round_in_float of kRoundBlock entries. Without Clamps, quotients lie between low and high.
-template <bool Clamps, class Real, class Code>
+// round_in_float of kRoundBlock entries. Without Clamps, quotients lie between low and high. Sure: float32 rounds all of them right.
+template <bool Clamps, bool Sure, class Real, class Code>
 int32_t round_block(const Real* x, float inverse32, float low, float high, int offset, Code* out) {
   const __m256 inverse = _mm256_set1_ps(inverse32), shift = _mm256_set1_ps(kShift);
   const __m256 least = _mm256_set1_ps(kShift + low), most = _mm256_set1_ps(kShift + high);
@@ -128,8 +130,10 @@ int32_t round_block(const Real* x, float inverse32, float low, float high, int o
     for (int i = 0; i < 4; ++i) {
       const __m256 value = load_vector(x + at + i * 8);
       __m256 shifted = _mm256_fmadd_ps(value, inverse, shift);
-      const __m256 distance = _mm256_fmadd_ps(value, inverse, _mm256_sub_ps(shift, shifted));
-      worst = _mm256_max_epi32(worst, _mm256_and_si256(_mm256_castps_si256(distance), positive));
+      if (!Sure) {
+        const __m256 distance = _mm256_fmadd_ps(value, inverse, _mm256_sub_ps(shift, shifted));
+        worst = _mm256_max_epi32(worst, _mm256_and_si256(_mm256_castps_si256(distance), positive));
+      }
       if (Clamps) shifted = _mm256_min_ps(_mm256_max_ps(shifted, least), most);
       q[i] = _mm256_sub_epi32(_mm256_castps_si256(shifted), less);
     }
@@ -139,33 +143,38 @@ int32_t round_block(const Real* x, float inverse32, float low, float high, int o
   return _mm256_testz_si256(far, far) ? 0 : bits_of(1.0f);
 }
 #else
-template <bool Clamps, class Real, class Code>
+template <bool Clamps, bool, class Real, class Code>
 int32_t round_block(const Real* x, float inverse, float low, float high, int offset, Code* out) {
   float block[kRoundBlock];
   return round_in_float(as_floats(x, kRoundBlock, block), inverse, low, high, kRoundBlock, offset, out);
 }
 #endif
 
-// Blocks in float32, those with a quotient near the middle of two integers again in double. Without Clamps, quotients of a
-// normal inverse lie between low and high. What follows the row is fetched meanwhile: often the next one.
-template <bool Clamps, class Real, class Code>
-void round_row(const Real* x, double inverse, double low, double high, int64_t count, int offset, Code* out) {
+// Whether float32 is right about quotients by this inverse, but for those near the middle of two integers.
+inline bool rounds_in_float(double inverse) {
 #ifdef __FMA__
-  const bool is_normal = inverse >= 0x1p-126 && inverse <= 0x1p127;
+  return inverse >= 0x1p-126 && inverse <= 0x1p127;
 #else
-  const bool is_normal = false;  // a fused multiply-add would be a call
+  return false;  // a fused multiply-add would be a call
 #endif
-  const auto inverse32 = static_cast<float>(is_normal ? inverse : 1.0), low32 = static_cast<float>(low);
+}
+
+// Blocks in float32, those with a quotient near the middle of two integers again in double, unless float32 is Sure. Without
+// Clamps, quotients of a normal inverse lie between low and high. What follows the row is fetched meanwhile: often the next one.
+template <bool Clamps, bool Sure = false, class Real, class Code>
+void round_row(const Real* x, double inverse, double low, double high, int64_t count, int offset, Code* out) {
+  const bool normal = rounds_in_float(inverse);
+  const auto inverse32 = static_cast<float>(normal ? inverse : 1.0), low32 = static_cast<float>(low);
   const auto high32 = static_cast<float>(high);
   float block[kRoundBlock];
   for (int64_t at = 0; at < count; at += kRoundBlock) {
     const int64_t here = lesser(kRoundBlock, count - at);
     for (int64_t i = 0; i < here; i += 64 / static_cast<int64_t>(sizeof(Real))) __builtin_prefetch(x + count + at + i);
-    if (is_normal) {
+    if (normal) {
       const int32_t worst = here == kRoundBlock
-                                ? round_block<Clamps>(x + at, inverse32, low32, high32, offset, out + at)
+                                ? round_block<Clamps, Sure>(x + at, inverse32, low32, high32, offset, out + at)
                                 : round_in_float(as_floats(x + at, here, block), inverse32, low32, high32, here, offset, out + at);
-      if (worst <= bits_of(kSafe)) continue;
+      if (Sure || worst <= bits_of(kSafe)) continue;
     }
     round_in_double(as_floats(x + at, here, block), inverse, low, high, here, offset, out + at);
   }
@@ -208,8 +217,21 @@ float quantize_reals(const Real* x, const DenseLeft& left, int64_t columns, int 
     round_row<true>(x, inverse_of(*left.scale), left.low, left.high, columns, offset, out);
     return *left.scale;
   }
-  const float scale = scale_of<float>(row_absmax(x, columns), left.high);
-  round_row<false>(x, inverse_of(scale), left.low, left.high, columns, offset, out);  // at most high, but for a scale below 2^-127
+  const int32_t absmax_bits = row_absmax(x, columns);
+  const float scale = scale_of<float>(absmax_bits, left.high);
+  const double inverse = inverse_of(scale);
+  if constexpr (sizeof(Real) == 2) {
+    // A quotient of 16-bit floats is 2^-20 of itself away from the middle of two integers, or would be the middle if scale * high
+    // were the amax: the sign of their difference gives the side, to which the inverse is biased. Rounded to float32, such middles
+    // would be met often.
+    const double excess = static_cast<double>(from_bits<float>(absmax_bits)) - scale * left.high;  // exact
+    if (left.high == 127.0 && excess != 0.0 && rounds_in_float(inverse)) {
+      const double biased = inverse * (excess > 0.0 ? 1.0 + 0x1p-22 : 1.0 - 0x1p-22);
+      round_row<false, true>(x, biased, left.low, left.high, columns, offset, out);
+      return scale;
+    }
+  }
+  round_row<false>(x, inverse, left.low, left.high, columns, offset, out);  // at most high, but for a scale below 2^-127
   return scale;
 }
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 pytest.importorskip("pycute", reason="needs the wheel nvidia-cutlass")
 
 from cute_kernels.convert.quantize_transposed import quantize_transposed
+from cute_kernels.cpu import engine
 from magicube_cutlass import quantize
+from magicube_cutlass.nn import QuantLinear
 from magicube_cutlass.ops.torch_ops import quantize_by
 
 HIGH = 127
@@ -65,6 +67,24 @@ def rows_of_all(dtype: torch.dtype, exponent: int) -> Tensor:
     rows[:, -1] = amaxes[:, 0]
     signs = torch.randint(0, 2, rows.shape, generator=torch.Generator().manual_seed(exponent)) * 2 - 1
     return (rows * signs * 2.0**exponent).to(dtype)
+
+
+@pytest.mark.skipif(not engine.available(), reason="the engine is not compiled")
+@pytest.mark.parametrize(
+    ("dtype", "exponent"), [(torch.float16, 0), (torch.float16, -12), (torch.bfloat16, -90), (torch.bfloat16, 80)]
+)
+def test_the_engine_rounds_every_number_by_every_amax_as_in_double(dtype: torch.dtype, exponent: int) -> None:
+    identity = nn.Linear(128, 128, bias=False)
+    with torch.no_grad():
+        identity.weight.copy_(torch.eye(128))
+        layer = QuantLinear.from_linear(identity, weight="int8").to(dtype).eval()
+        x = rows_of_all(dtype, exponent)
+        scale = (x.double().abs().amax(1, keepdim=True) / HIGH).float().double()
+        for begin in range(0, x.shape[1], 112):
+            part = torch.cat([x[:, begin : begin + 112], x[:, -16:]], 1)  # the amax in each
+            part = torch.nn.functional.pad(part, (0, 128 - part.shape[1]))
+            got = (layer(part).double() / scale).round()  # results of 8 significant bits tell integers up to 127
+            assert torch.equal(got, (part.double() * (1 / scale)).round()), begin
 
 
 @pytest.mark.gpu
