@@ -328,7 +328,7 @@ def default_configs(arch: str) -> list[TransposedConfig | TurnedConfig]:
     Examples
     --------
     >>> len(default_configs("sm_80")), len(default_configs("sm_90a"))
-    (12, 20)
+    (12, 22)
     """
     cases = product(REAL_DTYPES.values(), (_FEW, _FEW + 1), (False, True))
     few: list[TransposedConfig | TurnedConfig] = [_config(*case) for case in cases]
