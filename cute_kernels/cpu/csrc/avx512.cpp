@@ -26,7 +26,7 @@ struct Avx512 : FewColumns512 {
   static constexpr bool kStreams = true, kWrites = true, kTurns = true, kQuantizesPanels = false;
   static constexpr int64_t kStreamBytes = magicube::kStreamBytes;
   static constexpr int kChunkGroups = 128;  // their panel rows fill most of L1
-  static constexpr int64_t kScratchBytes = int64_t{kChunkGroups} * kQuad * 4;  // eight times each column
+  static constexpr int64_t kScratchBytes = 0;
 
   // The unpacks below leave bytes 16 j + 4 q and the three after it in lane j of vector q: dwords are placed so that these are
   // columns 16 q + 4 j and the three after it.
@@ -75,11 +75,8 @@ struct Avx512 : FewColumns512 {
 
   static void finish_streams() { _mm_sfence(); }  // orders streamed stores before other threads read them
 
-  // `eighth` is eight times the column; the addressing mode multiplies by the other eight.
-  static __m512i row(const uint8_t* panel, int32_t eighth) {
-    static_assert(kPanel == 64, "8 x 8");
-    return _mm512_load_si512(panel + int64_t{eighth} * 8);
-  }
+  // Column -1, of a place without a vector, is what lies before the panel.
+  static __m512i row(const uint8_t* panel, int32_t column) { return _mm512_load_si512(panel + int64_t{column} * kPanel); }
 
   // Vectors First, ... of the quads that four panel rows give: two unpacks of bytes and two of pairs for every two.
   template <bool Signed, int First, int Vectors>
@@ -158,7 +155,7 @@ struct Avx512 : FewColumns512 {
         sum[r][q] = at.fresh ? _mm512_setzero_si512() : _mm512_load_si512(sums + r * kPanel + q * 16);
       }
     }
-    const auto* columns = reinterpret_cast<const int32_t*>(at.scratch);
+    const int32_t* columns = at.columns;
     const uint8_t* const panel = at.panel;
     const int64_t stride = at.stride, skip = stride * (at.vector_length - 1);
     const uint8_t *values = at.values, *values3 = values + 3 * stride;  // x86 adds 0, 1 or 2 strides in a load
@@ -215,7 +212,6 @@ struct Avx512 : FewColumns512 {
     for (int64_t i = 0; i < at.count; i += 16) {  // a block holds at least sixteen columns
       __builtin_prefetch(at.columns + kAhead / 8 + i);
       for (int64_t byte = 0; byte < 16 * at.rows; byte += 64) __builtin_prefetch(at.values + kAhead + i * at.vector_length + byte);
-      _mm512_store_si512(at.scratch + i * 4, _mm512_slli_epi32(_mm512_loadu_si512(at.columns + i), 3));
     }
     at.a_signed ? tile_as<true>(at) : tile_as<false>(at);
   }
