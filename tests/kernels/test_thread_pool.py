@@ -48,6 +48,42 @@ int main() {
   std::puts("ended");
 }
 """
+CORES = r"""
+static std::atomic<int> found{0};  // 1: a worker may run on the caller's core; 2: it may not
+static int core = -1;
+
+static void look(const void*, ThreadGroup& group) {
+  if (group.rank() == 0) {  // leave time to the worker
+    for (int i = 0; i < 100000 && found == 0; ++i) sched_yield();
+    return;
+  }
+  cpu_set_t own;
+  sched_getaffinity(0, sizeof own, &own);
+  found = CPU_ISSET(core, &own) ? 1 : 2;
+}
+
+int main() {
+  cpu_set_t all;
+  sched_getaffinity(0, sizeof all, &all);
+  if (CPU_COUNT(&all) < 2) return std::puts("ended"), 0;
+  ThreadPool pool;
+  pool.provide(1);
+  for (int begin = 0; begin < CPU_SETSIZE; ++begin) {  // wherever the caller is
+    if (!CPU_ISSET(begin, &all)) continue;
+    for (int i = 0; i < 200; ++i) {
+      cpu_set_t one;
+      CPU_ZERO(&one);
+      CPU_SET(begin, &one);
+      sched_setaffinity(0, sizeof one, &one);  // moves the caller there
+      sched_setaffinity(0, sizeof all, &all);
+      core = sched_getcpu(), found = 0;
+      pool.run(1, Job{look, nullptr, nullptr, nullptr, 0});
+      if (sched_getcpu() == core && found == 1) return std::puts("a worker is on the caller's core"), 1;
+    }
+  }
+  std::puts("ended");
+}
+"""
 OPENMP = r"""
 #include <sys/wait.h>
 #include <unistd.h>
@@ -98,9 +134,11 @@ int main() {
 """
 
 
-@pytest.mark.parametrize("source", [POOLS, OPENMP], ids=["pools", "openmp"])
+@pytest.mark.parametrize("source", [POOLS, CORES, OPENMP], ids=["pools", "cores", "openmp"])
 def test_short_jobs_end_with_all_their_pieces(tmp_path: Path, source: str) -> None:
     """A pool's worker that wakes at the barrier when the job is over must return: else the pool's end waits for it.
+
+    Workers stay off the core that the caller is on, wherever it moves.
 
     Threads of OpenMP that come late, or are fewer, change no result; late ones are then avoided for some time.
     """

@@ -6,10 +6,12 @@
 // nothing of it. The caller therefore waits only for pieces that others hold, never for a thread that has not begun.
 //
 // Every calling thread has its own pool, so that concurrent calls never wait for each other's workers. A forked process has
-// none of its parent's threads: the old pool is leaked there and a new one is started.
+// none of its parent's threads: the old pool is leaked there and a new one is started. On Linux workers stay off the core on which
+// the caller begins a job.
 #pragma once
 
 #include <pthread.h>
+#include <sched.h>
 
 #include <atomic>
 #include <condition_variable>
@@ -227,6 +229,7 @@ class ThreadPool : public Team {
 
   // Run the job on this thread and on those of `workers` workers that come in time.
   void run(int workers, const Job& job) {
+    leave_core_to_caller();
     open(workers, job);
     wake_.notify_all();
     lead();
@@ -250,6 +253,23 @@ class ThreadPool : public Team {
     }
   }
 
+  // Keep workers off the core that the caller is on: a worker that wakes there runs only when the system takes the caller's turn,
+  // while the other cores, busy as they may be, would give it a share.
+  void leave_core_to_caller() {
+#ifdef __linux__
+    const int core = sched_getcpu();
+    if (core == core_ && workers_.size() == kept_off_) return;
+    cpu_set_t others;
+    if (core < 0 || core >= CPU_SETSIZE || sched_getaffinity(0, sizeof others, &others) != 0) return;
+    CPU_CLR(core, &others);
+    if (CPU_COUNT(&others) == 0) return;
+    for (std::thread& worker : workers_) pthread_setaffinity_np(worker.native_handle(), sizeof others, &others);
+    core_ = core, kept_off_ = workers_.size();
+#endif
+  }
+
+  int core_ = -1;        // of the caller, at its last job
+  size_t kept_off_ = 0;  // workers that stay off it
   std::condition_variable wake_;  // of workers without a job
   bool stopping_ = false;         // guarded by the mutex
   std::vector<std::thread> workers_;
