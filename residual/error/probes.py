@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 import os
 from functools import lru_cache
+from importlib.util import find_spec
 from typing import NamedTuple
 
 import numpy as np
@@ -174,6 +175,12 @@ class RowSums(NamedTuple):
     squares: Tensor  # (M,)
 
 
+@lru_cache(maxsize=1)
+def _has_kernels() -> bool:
+    """Whether the CUDA wheels are installed: an error can be estimated without them."""
+    return find_spec("cuda") is not None and find_spec("cuda.core") is not None
+
+
 def row_sums(x: Tensor, v: Tensor, n: Tensor) -> RowSums:
     """Return ``X V``, ``|X| n`` and the squares of the rows, by a GPU's kernel or by torch.
 
@@ -191,8 +198,8 @@ def row_sums(x: Tensor, v: Tensor, n: Tensor) -> RowSums:
     RowSums
     """
     (rows, columns), p = x.shape, v.shape[1]
-    if x.is_cuda and p == PROBES:
-        from cute_kernels.double_sums import row_sums as kernel  # needs the CUDA wheels
+    if x.is_cuda and p == PROBES and _has_kernels():
+        from cute_kernels.double_sums import row_sums as kernel
 
         if kernel.can_sum_rows(x) and kernel.roundings(columns) <= steps(columns):
             return RowSums(*kernel.sum_rows(x, v, n))

@@ -71,10 +71,8 @@ def test_a_layer_multiplies_rounded_rows_by_its_dequantized_weight(options: dict
             assert y.shape == want.shape and y.dtype == torch.float32
             assert torch.allclose(y.double(), want, atol=2e-5 * float(want.abs().max() if want.numel() else 1))
         wide = normal(5, 200)[:, 7:103]
-        got, again = layer(wide), layer(wide.contiguous())
-        assert (
-            torch.equal(got, again) if layer.act == "int8" else torch.allclose(got, again, atol=1e-6)
-        )  # torch's product
+        near = 0.0 if layer.act == "int8" else 1e-6  # torch's float product depends on the memory of its rows
+        assert torch.allclose(layer(wide), layer(wide.contiguous()), rtol=near, atol=near)
 
 
 @pytest.mark.parametrize(
