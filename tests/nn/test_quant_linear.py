@@ -65,15 +65,16 @@ def test_a_layer_multiplies_rounded_rows_by_its_dequantized_weight(options: dict
     with torch.no_grad():
         for shape in ((96,), (5, 96), (2, 3, 96), (0, 96)):
             x = normal(*shape)
-            want = rounded(x, layer) @ layer.dequantize().double().t() + (
-                0 if layer.bias is None else layer.bias.double()
-            )
+            bias_of = 0 if layer.bias is None else layer.bias.double()
+            want = rounded(x, layer) @ layer.dequantize().double().t() + bias_of
             y, largest = layer(x), float(want.abs().max() if want.numel() else 1)
             assert y.shape == want.shape and y.dtype == torch.float32
             assert torch.allclose(y.double(), want, atol=2e-5 * largest)
-        wide = normal(5, 200)[:, 7:103]
-        near = 0.0 if layer.act == "int8" else 1e-6  # torch's float products depend on the memory of rows
-        assert torch.allclose(layer(wide), layer(wide.contiguous()), near, near)
+        wide, near = (
+            normal(5, 200)[:, 7:103],
+            0 if layer.act == "int8" else 1e-6,
+        )  # torch's depend on the memory of rows
+        assert torch.allclose(layer(wide), layer(wide.contiguous()), 0, near)
 
 
 @pytest.mark.parametrize(
