@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from cute_kernels.double_sums import RowSums
 from cute_kernels.jit import workspace
 from cute_kernels.jit.codegen import KernelConfig
 from cute_kernels.jit.device import device_of
@@ -16,15 +16,9 @@ from cute_kernels.operands import ALIGNMENT
 
 VECTORS = 16
 _ROWS = 64  # of a CTA
+_WARPS, _SHARE = 8, 16  # of a CTA; columns of a warp at a time
+_CHUNK = _WARPS * _SHARE
 _MAX_LENGTH = 2**30
-
-
-class RowSums(NamedTuple):
-    """Sums over the columns of a matrix, in float64."""
-
-    products: Tensor  # (M, 16): X V
-    bounds: Tensor  # (M,): |X| n
-    squares: Tensor  # (M,)
 
 
 @dataclass(frozen=True)
@@ -49,11 +43,11 @@ class RowSumsConfig(KernelConfig):
 
     @property
     def threads(self) -> int:
-        return 256
+        return 32 * _WARPS
 
     @property
     def smem_bytes(self) -> int:
-        return 8 * (2 * 128 * (VECTORS + 1) + _ROWS * (VECTORS + 2))
+        return 8 * (2 * _CHUNK * (VECTORS + 1) + _ROWS * (VECTORS + 2))
 
     @property
     def name(self) -> str:
@@ -75,11 +69,7 @@ def can_sum_rows(x: Tensor) -> bool:
     >>> can_sum_rows(torch.ones(2, 2))
     False
     """
-    return x.is_cuda and _is_readable(x)
-
-
-def _is_readable(x: Tensor) -> bool:
-    lines = x.ndim == 2 and x.numel() > 0 and 1 in x.stride()
+    lines = x.is_cuda and x.ndim == 2 and x.numel() > 0 and 1 in x.stride()
     return lines and x.dtype == torch.float32 and not x.is_neg() and max(x.shape) <= _MAX_LENGTH
 
 
@@ -91,7 +81,7 @@ def roundings(columns: int) -> int:
     >>> roundings(16384), roundings(1)
     (152, 25)
     """
-    return 16 + -(-columns // 128) + 8
+    return _SHARE + -(-columns // _CHUNK) + _WARPS
 
 
 def sum_rows(x: Tensor, v: Tensor, n: Tensor) -> RowSums:

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from cute_kernels.cpu import engine
 from cute_kernels.cpu import estimate as on_cpu
+from cute_kernels.double_sums import RowSums
 
 PROBES = 16
 UNIT = 2.0**-53  # unit roundoff of float64
@@ -167,14 +168,6 @@ def probe_right(B: Tensor, W: Tensor, wbar: Tensor) -> tuple[Tensor, Tensor]:
     return found.products, found.bounds
 
 
-class RowSums(NamedTuple):
-    """Sums over the columns of a matrix X, in float64."""
-
-    products: Tensor  # (M, p): X V
-    bounds: Tensor  # (M,): |X| n
-    squares: Tensor  # (M,)
-
-
 @lru_cache(maxsize=1)
 def _has_kernels() -> bool:
     """Whether the CUDA wheels are installed: an error can be estimated without them."""
@@ -202,7 +195,7 @@ def row_sums(x: Tensor, v: Tensor, n: Tensor) -> RowSums:
         from cute_kernels.double_sums import row_sums as kernel
 
         if kernel.can_sum_rows(x) and kernel.roundings(columns) <= steps(columns):
-            return RowSums(*kernel.sum_rows(x, v, n))
+            return kernel.sum_rows(x, v, n)
     found = RowSums(*(x.new_empty(rows, *tail, dtype=torch.float64) for tail in ((p,), (), ())))
     for chunk in row_chunks(rows, columns):
         part = x[chunk].double()  # (rows of the chunk, K)

@@ -150,11 +150,14 @@ int32_t round_block(const Real* x, float inverse, float low, float high, int off
 }
 #endif
 
+inline bool is_normal(double inverse) { return inverse >= 0x1p-126 && inverse <= 0x1p127; }  // also as a float
+
 // Whether float32 is right about quotients by this inverse, but for those near the middle of two integers.
 inline bool rounds_in_float(double inverse) {
 #ifdef __FMA__
-  return inverse >= 0x1p-126 && inverse <= 0x1p127;
+  return is_normal(inverse);
 #else
+  (void)inverse;
   return false;  // a fused multiply-add would be a call
 #endif
 }

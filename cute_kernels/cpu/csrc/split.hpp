@@ -31,8 +31,6 @@ struct Units {
   bool is_normal;  // all inverses are normal floats
 };
 
-inline bool is_normal(double inverse) { return inverse >= 0x1p-126 && inverse <= 0x1p127; }
-
 // Step is 1 if each entry has its own scale, else 0. Separate functions: compilers honor `restrict` on parameters.
 template <bool Truncate, int Step, bool Residual>
 void digits_in_double(const float* __restrict x, const double* __restrict scales, const double* __restrict inverses, int64_t count,

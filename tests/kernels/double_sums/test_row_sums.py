@@ -11,8 +11,9 @@ from torch import Tensor
 
 pytest.importorskip("pycute", reason="needs the wheel nvidia-cutlass")
 
+from cute_kernels.double_sums import RowSums
 from cute_kernels.double_sums import row_sums as sums
-from cute_kernels.double_sums.row_sums import RowSums, RowSumsConfig, default_configs, roundings
+from cute_kernels.double_sums.row_sums import RowSumsConfig, default_configs, roundings
 from cute_kernels.jit import compile_unit
 from tests.helpers import disassemble
 from tests.kernels.estimate.cta_host import HostKernels, has_compiler

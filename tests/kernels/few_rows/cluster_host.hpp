@@ -12,6 +12,7 @@
 #include <map>
 #include <memory>
 #include <random>
+#include <set>
 #include <stdexcept>
 #include <string>
 #include <type_traits>
@@ -254,7 +255,10 @@ inline void run_cluster(int split, unsigned first, unsigned y, int registers) {
     if (before != progress || alive.empty()) continue;
     if (copies.empty()) {
       const Fiber& fiber = *fibers[alive[0]];
-      wrong = "thread " + std::to_string(fiber.thread) + " of CTA " + std::to_string(fiber.cta) + " waits for ever: " + fiber.waits_for;
+      std::set<std::string> causes;  // a thread may wait for one that waits for something else
+      for (int i : alive) causes.insert(fibers[i]->waits_for);
+      wrong = "thread " + std::to_string(fiber.thread) + " of CTA " + std::to_string(fiber.cta) + " waits for ever:";
+      for (const std::string& cause : causes) wrong += " " + cause;
       return;
     }
     const size_t next = random() % copies.size();
