@@ -336,7 +336,7 @@ def digits(
     Returns
     -------
     Digits
-        int8 planes (M, N), and the scale (M,), (N,) or () in float32, float64 for float64. Zeros get the scale 1;
+        int8 planes (M, N), and the scale (M,), (N,) or () in float32, float64 for float64. Zeros get the scale 2**-38;
         non-finite slices get the scale NaN and zero digits. On a GPU, rows (or columns) start at multiples of 16 bytes:
         ``axis=1`` gives operand ``a`` of :func:`~cute_kernels.gemm.api.gemm`, ``axis=0, transpose=True`` operand ``b``,
         in one launch. Other combinations need a copy; ``axis=None`` reads `x` once more.

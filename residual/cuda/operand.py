@@ -40,7 +40,7 @@ def digits(x: Tensor, bits: int, count: int) -> tuple[tuple[Tensor, ...], Tensor
     """``x ~ scale (q0 + q1 / 2**bits + q2 / 4**bits)`` line by line, by :func:`cute_kernels.convert.digits.digits`.
 
     ``x``: float32, float16 or bfloat16 (L, K).  Returns ``count`` int8 planes of the layout of ``x`` and the scale,
-    float32 (L,): 1 for a line of zeros, NaN for one that is not finite.
+    float32 (L,): 2**-38 for a line of zeros, NaN for one that is not finite.
     """
     from cute_kernels.convert import digits as gemm_digits  # takes longer to import than this package
 

@@ -28,7 +28,7 @@ from residual.error.factor import CONFIDENCE, bound_factor, confidence
 from residual.error.probes import PROBES, Probes, draw
 from residual.execute.products import execute
 from residual.operand.nonfinite import fill
-from residual.operand.operand import Operand, check_operand, operand, real_dtype
+from residual.operand.operand import Digits, Operand, check_operand, operands_for, real_dtype
 from residual.options import OnFailure, Options, check_options
 from residual.planning.ladder import FLOATS, MODES, Demand, Rung
 from residual.report import EMPTY, Attempt, Report, attempt_of, tolerance_error
@@ -257,7 +257,7 @@ def _climb(
     problem: _Problem, rungs: tuple[Rung, ...], options: Options, reduce: str, first: int
 ) -> tuple[Tensor, Report]:
     """Return the product of the first rung within the tolerance; raise on all ranks alike. `first`: bounds before."""
-    left, right = operand(problem.A), operand(problem.B.mT)
+    (left, a), (right, b) = operands_for(rungs[0], problem.A, problem.B.mT)
     ways = [(rung, "exact") for rung in rungs]
     if problem.layout == "inner" and reduce != "exact":
         ways = [(rungs[0], reduce), *ways]
@@ -266,7 +266,8 @@ def _climb(
     for i, (rung, sent) in enumerate(ways):
         if problem.layout == "inner" and probed is None and tol is not None:
             probed = reduce_scatter(left_of_inner(left.exact, right.exact.mT, problem.probes), problem.mesh)
-        part = _part(problem, rung, left, right, sent, probed, tol is not None)
+        digits = (a, b) if rung == rungs[0] else (None, None)
+        part = _part(problem, rung, left, right, digits, sent, probed, tol is not None)
         if tol is None or part.sums is None:
             return part.product, Report(str(rung), 0.0, 0.0, 0.0, rung.products, ())
         extra = problem.mesh.size() + 1 if problem.layout == "inner" else 0
@@ -281,14 +282,21 @@ def _climb(
 
 
 def _part(
-    problem: _Problem, rung: Rung, left: Operand, right: Operand, sent: str, probed: Tensor | None, judged: bool
+    problem: _Problem,
+    rung: Rung,
+    left: Operand,
+    right: Operand,
+    digits: tuple[Digits | None, Digits | None],
+    sent: str,
+    probed: Tensor | None,
+    judged: bool,
 ) -> _Part:
     """Return this rank's part of the product by a rung, and its sums."""
     m, n = left.given.shape[0], right.given.shape[0]
     inner = problem.layout == "inner"
     dtype = torch.float32 if inner else problem.out_dtype
     if m and n and left.given.shape[1]:
-        made = execute(rung, left, right, dtype, None, None)
+        made = execute(rung, left, right, dtype, *digits)
     else:
         made = torch.zeros(m, n, dtype=dtype, device=problem.A.device)
     if inner:

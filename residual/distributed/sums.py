@@ -24,7 +24,6 @@ from residual.error.probes import (
     is_zero,
     judge,
     probe_right,
-    row_chunks,
     row_sums,
     steps,
     underflow,
@@ -56,7 +55,7 @@ def of_own_part(A: Tensor, B: Tensor, C: Tensor, probes: Probes) -> Tensor:
         return torch.zeros(size + 6, dtype=torch.float64, device=A.device)
     vectors, bound = probe_right(B, *probes)
     sums = judge(A, vectors, bound, C, *probes)
-    return packed(sums, not is_zero(A, B), A.device)
+    return packed(sums, sums.inputs > 0 or not is_zero(A, B), A.device)
 
 
 def packed(sums: ProbeSums, is_some: bool, device: torch.device) -> Tensor:
@@ -72,10 +71,12 @@ def left_of_inner(A: Tensor, B: Tensor, probes: Probes) -> Tensor:
     found = torch.zeros(m, p + 2, dtype=torch.float64, device=A.device)
     if A.numel():
         vectors, bound = probe_right(B, *probes)
-        used = (B != 0).any(1)  # (K_r,)
         found[:, :p], found[:, p], _ = row_sums(A, vectors, bound)
-        for rows in row_chunks(m, A.shape[1]):
-            found[rows, p + 1] = (A[rows][:, used] != 0).any(1).double()
+        found[:, p + 1] = 1.0
+        unsure = (found[:, p] == 0).nonzero().flatten()  # zeros, or products below the range of float64
+        if unsure.numel():
+            used = (B != 0).any(1)  # (K_r,)
+            found[unsure, p + 1] = (A[unsure][:, used] != 0).any(1).double()
     return found
 
 

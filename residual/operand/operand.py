@@ -160,3 +160,43 @@ def operand(x: Tensor) -> Operand:
     power = int(torch.frexp(top.max()).exponent) if double else 0
     exact = by_power(exact, -power)
     return Operand(given, real.float(), exact, power, exponent, nonfinite, is_inexact(given))
+
+
+def operands_for(rung: Rung, *sides: Tensor) -> list[tuple[Operand, Digits | None]]:
+    """Return operands as :func:`operand` does, with the digits for a rung if these were made on the way.
+
+    The scales of digits tell inf, NaN and magnitudes far from one: usual float slices are read once, and a GPU is
+    waited for once.
+
+    Parameters
+    ----------
+    rung : Rung
+        The first to be run.
+    *sides : Tensor, shape (L, K) each
+        Slices of operands on one device.
+
+    Examples
+    --------
+    >>> ((found, digits),) = operands_for(Rung("full", 8), torch.tensor([[1.0, 0.5]]))
+    >>> found.nonfinite, digits.planes[0].tolist()
+    (None, [[127, 63]])
+    >>> ((found, digits),) = operands_for(Rung("full", 8), torch.tensor([[1.0, torch.inf]]))
+    >>> found.nonfinite.tolist(), digits
+    ([0], None)
+    """
+    if rung.mode in PLANES and all(x.dtype in (torch.float32, *_HALVES) and x.numel() for x in sides):
+        from cute_kernels.convert.digits import ZERO_SCALE  # takes longer to import than this package
+
+        found: list[tuple[Operand, Digits | None]] = []
+        scales = []
+        for x in sides:
+            real = x.detach().float()  # (L, K)
+            planes, scale = _digits(real, rung.bits, PLANES[rung.mode])
+            scales.append(scale)
+            found.append((Operand(x.detach(), real, real), Digits(planes, scale)))
+        scale = torch.cat(scales)
+        top = scale * (2 ** (rung.bits - 1) - 1)  # of a slice, but for a rounding; NaN if it holds inf or NaN
+        near = (scale == ZERO_SCALE) | ((top >= 2.0 ** (1 - FAR)) & (top <= 2.0 ** (FAR - 1)))
+        if near.all():
+            return found
+    return [(operand(x), None) for x in sides]

@@ -10,8 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from residual import bound_factor, decompose, estimate_error
+from residual.distributed.sums import left_of_inner
 from residual.error.estimate import relative_bound
 from residual.error.factor import bound_of, share_bound
+from residual.error.probes import draw
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -187,3 +189,12 @@ def test_large_integers_are_right_or_uncertain() -> None:
     found = estimate_error(one, torch.ones(1, 1, dtype=torch.int64), one)
     assert 0 < found.upper < 1e-14
     assert estimate_error(one.to(torch.uint64), torch.ones(1, 1, dtype=torch.int64), one) == found
+
+
+def test_rows_of_zeros_are_told_from_rows_of_small_numbers() -> None:
+    A, B = (torch.randn(*shape, generator=generator()) for shape in ((6, 5), (5, 4)))
+    A[1], A[2, :4], A[3], B[4] = 0, 0, 1e-45, 0  # row 2 meets zeros of B only
+    found = left_of_inner(A, B, draw(4, torch.device("cpu"), 0))
+    assert found[:, -1].tolist() == [1, 0, 0, 1, 1, 1]
+    tiny = left_of_inner(A.double() * 1e-200, B.double() * 1e-200, draw(4, torch.device("cpu"), 0))
+    assert not tiny[:, -2].any() and tiny[:, -1].tolist() == [1, 0, 0, 1, 1, 1]

@@ -14,7 +14,7 @@ from cute_kernels.cpu import engine
 from residual.execute import run
 from residual.matmul import matmul, plan, prepare
 from residual.nn.modules import ResidualLinear
-from residual.operand.operand import operand
+from residual.operand.operand import operand, operands_for
 from residual.operand.prepared import prepare_for
 from residual.planning.ladder import Rung
 from residual.report import ToleranceError
@@ -53,6 +53,29 @@ def test_exact_numbers_and_powers_make_the_given_ones() -> None:
         )
         assert side.real.dtype == torch.float32 and float(side.real.abs().max()) < 2.0**31
     assert operand(torch.tensor([[2**53 + 1]])).inexact and not operand(torch.tensor([[2**40]])).inexact
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.float64])
+def test_the_scales_of_digits_tell_what_a_look_at_the_entries_tells(dtype: torch.dtype) -> None:
+    usual = (normal(20, 30) * 9).to(dtype)
+    usual[3] = 0
+    odd = [(float("inf"), 7), (float("nan"), 0), (2.0**31, 19), (2.0**-31, 5)] if dtype.is_floating_point else []
+    for rung in (Rung("full", 8), Rung("direct", 4), Rung("three_digit", 8), Rung("fp32")):
+        for value, row in [(0.0, 2), *odd]:
+            x = usual.clone()
+            x[row] = value
+            looks = [operand(given) for given in (x, usual)]
+            are_usual = all(look.exponent is None and look.nonfinite is None for look in looks)
+            for expected, (side, made) in zip(looks, operands_for(rung, x, usual), strict=True):
+                assert torch.equal(side.real, expected.real) and torch.equal(side.exact, expected.exact)
+                assert side.power == expected.power and side.inexact == expected.inexact
+                for got, want in ((side.exponent, expected.exponent), (side.nonfinite, expected.nonfinite)):
+                    assert (got is None) == (want is None) and (got is None or torch.equal(got, want))
+                read_once = are_usual and rung.bits > 0 and dtype not in (torch.int8, torch.float64)
+                assert (made is not None) == read_once
+                if made is not None:
+                    planes, scale, _ = expected.digits(rung)
+                    assert torch.equal(made.scale, scale) and all(map(torch.equal, made.planes, planes))
 
 
 def test_outlier_columns_are_found_whatever_the_scale_of_the_slices() -> None:

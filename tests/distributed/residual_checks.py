@@ -88,8 +88,8 @@ def check_reports_are_equal(mesh: DeviceMesh) -> None:
         plans = [each.plan for each in report.attempts]
         looked = mesh.device_type == "cuda" and layout in ("rows", "columns")  # at the operands, before any product
         assert plans == ["int8 direct", "int8 full"][looked:], (layout, plans)
-    C = rd.matmul(*parts(mesh, "rows", torch.zeros(5, 4), torch.ones(4, 3)), tol=1e-3)
-    assert not C.full_tensor().any()  # nothing lies beyond the tolerance of a product that is zero
+        C = rd.matmul(*parts(mesh, layout, torch.zeros(5, 4), torch.ones(4, 3)), tol=1e-3)
+        assert not C.full_tensor().any()  # nothing lies beyond the tolerance of a product that is zero
 
 
 def check_parts_that_ranks_check_alone(mesh: DeviceMesh) -> None:
