@@ -229,15 +229,17 @@ class _Rowwise(_Style):
         else:
             by = layer.act_scale.reshape(()) if top is None else slice_scale(top, layer.act_bits)  # type: ignore[union-attr]
             sent = torch.bfloat16 if self.reduce == "bfloat16" else torch.float32
-            multiply = partial(part.multiply_floats, rows, by, layer.act_bits, sent)
+            bits, bias = layer.act_bits, layer.bias_value if mesh.get_local_rank() == 0 else None
             peers = peers_of(mesh) if scatters and sent == torch.bfloat16 and is_eager_on_gpu(rows) else None
             if peers is not None and tokens[0] % mesh.size() == 0:
-                size, bias = torch.Size((rows.shape[0], part.shape[0])), layer.bias_value
-                write = partial(multiply, bias if mesh.get_local_rank() == 0 else None)
-                summed = peers.reduce("sums", size, sent, write, torch.add, scatters=True)
+
+                def write(out: Tensor, cut: slice) -> Tensor:
+                    return part.multiply_floats(rows[cut], by[cut] if by.ndim else by, bits, sent, bias, out)
+
+                summed = peers.sum_rows(torch.Size((rows.shape[0], part.shape[0])), sent, write)
                 if summed is not None:
                     return summed.to(dtype).view(-1, *tokens[1:], part.shape[0])
-            sums = multiply()
+            sums = part.multiply_floats(rows, by, bits, sent)
         inner = tokens[1:].numel()
         if self.reduce == "int8":
             total = sum_of_int8(sums.reshape(*tokens, -1), mesh, scatters).view(-1, sums.shape[1])

@@ -17,7 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+Combine = Callable[..., Tensor]
 _SWITCH = "MAGICUBE_PEERS"
+_LEAST_BLOCK = 1 << 22  # bytes of a rank's rows from which sums are copied beside products
 _PATIENCE_MS = 600_000  # that a GPU waits for the others before its kernel fails: as long as NCCL does by default
 # By group, not by its name: another one may follow it.
 _found: WeakKeyDictionary[Any, Peers | None] = WeakKeyDictionary()
@@ -156,17 +158,11 @@ class Peers:
         return total
 
     def reduce(
-        self,
-        use: str,
-        size: torch.Size,
-        dtype: torch.dtype,
-        write: Callable[[Tensor], Tensor],
-        combine: Callable[..., Tensor],
-        scatters: bool = False,
+        self, use: str, size: torch.Size, dtype: torch.dtype, write: Callable[[Tensor], Tensor], combine: Combine
     ) -> Tensor | None:
         """Return tensors of all ranks combined, read where they lie, this rank's first and then in the order of ranks.
 
-        None where there is no memory, or `scatters` and the rows cannot be divided evenly.
+        None where there is no memory.
 
         Parameters
         ----------
@@ -178,25 +174,70 @@ class Peers:
             Writes this rank's to memory that it is given, or returns it elsewhere.
         combine : callable
             Such as ``torch.add``.
-        scatters : bool, default False
-            Only this rank's rows, (N / ranks, M).
         """
         nbytes = size.numel() * dtype.itemsize
-        found = None if not nbytes or (scatters and size[0] % self.ranks) else self.memory(use, nbytes)
+        found = self.memory(use, nbytes) if nbytes else None
         if found is None:
             return None
         memory, handle = found
         every = [each[:nbytes].view(dtype).view(size) for each in memory]
-        own = every[self.rank]
-        written = write(own)
-        if written.data_ptr() != own.data_ptr():
-            own.copy_(written)
+        _fill(every[self.rank], write)
         handle.barrier(0, _PATIENCE_MS)
-        if scatters:
-            every = [each.view(self.ranks, -1, size[1])[self.rank] for each in every]
-        turn = every[self.rank :] + every[: self.rank]
+        total = self._combined(every, combine)
+        handle.barrier(1, _PATIENCE_MS)
+        return total
+
+    def sum_rows(self, size: torch.Size, dtype: torch.dtype, write: Callable[[Tensor, slice], Tensor]) -> Tensor | None:
+        """Return this rank's rows, (N / ranks, M), of the sum of matrices of all ranks, added as :meth:`reduce` does.
+
+        Large matrices are written by the rows of one rank after the other, this rank's last, so that copies of what is
+        written run beside the products that follow. None where there is no memory, or the rows cannot be divided
+        evenly.
+
+        Parameters
+        ----------
+        size, dtype : torch.Size, torch.dtype
+            Of each rank's matrix, (N, M).
+        write : callable
+            Writes some rows of this rank's to memory that it is given, or returns them elsewhere.
+        """
+        nbytes = size.numel() * dtype.itemsize
+        found = None if not nbytes or size[0] % self.ranks else self.memory("sums", nbytes)
+        if found is None:
+            return None
+        memory, handle = found
+        every = [each[:nbytes].view(dtype).view(self.ranks, -1, size[1]) for each in memory]  # (ranks, rows, M) each
+        own, part = every[self.rank], size[0] // self.ranks
+        if nbytes < _LEAST_BLOCK * self.ranks:
+            _fill(own.view(size), lambda out: write(out, slice(0, size[0])))
+            handle.barrier(0, _PATIENCE_MS)
+            total = self._combined([each[self.rank] for each in every], torch.add)
+            handle.barrier(1, _PATIENCE_MS)
+            return total
+        here, parts = torch.cuda.current_stream(), list(own.new_empty(own.shape))  # this rank's rows of every rank
+        for step in range(1, self.ranks):
+            other, source = (self.rank + step) % self.ranks, (self.rank - step) % self.ranks
+            _fill(own[other], lambda out, i=other: write(out, slice(i * part, (i + 1) * part)))  # type: ignore[misc]
+            handle.barrier(0, _PATIENCE_MS)
+            self._beside.wait_stream(here)
+            with torch.cuda.stream(self._beside):
+                parts[source].copy_(every[source][self.rank])
+        _fill(parts[self.rank], lambda out: write(out, slice(self.rank * part, (self.rank + 1) * part)))
+        here.wait_stream(self._beside)
+        handle.barrier(1, _PATIENCE_MS)
+        return self._combined(parts, torch.add)
+
+    def _combined(self, parts: list[Tensor], combine: Combine) -> Tensor:
+        """Combine a tensor of each rank, from this rank's on."""
+        turn = parts[self.rank :] + parts[: self.rank]
         total = combine(turn[0], turn[1])
         for each in turn[2:]:
             combine(total, each, out=total)
-        handle.barrier(1, _PATIENCE_MS)
         return total
+
+
+def _fill(own: Tensor, write: Callable[[Tensor], Tensor]) -> None:
+    """Have a tensor written, by a callable that may return it elsewhere."""
+    written = write(own)
+    if written.data_ptr() != own.data_ptr():
+        own.copy_(written)

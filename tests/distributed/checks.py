@@ -7,6 +7,7 @@ import runpy
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -171,8 +172,8 @@ def check_parallel_styles(mesh: DeviceMesh) -> None:
                     wanted = {"allgather_base": max(1, chunks - 1), "reduce_scatter_base": 1, "allreduce": amax}
                     assert counts == {name: n for name, n in wanted.items() if n}, counts
         for reduce, limit in (("bfloat16", 0.02), ("int8", 0.03)):
-            for out in (Replicate(), Shard(1)):
-                with torch.no_grad():
+            for out, least in ((Replicate(), 1), (Shard(1), 1 << 22), (Shard(1), 1)):  # sums as a whole, and by blocks
+                with torch.no_grad(), mock.patch("magicube_cutlass.distributed.peers._LEAST_BLOCK", least):
                     plan = {
                         "0": md.SparseColwise(),
                         "2": md.SparseRowwise(reduce=reduce, output_layouts=out, use_local_output=False),

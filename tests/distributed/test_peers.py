@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -48,30 +49,86 @@ def peers_on(rank: int, memory: list[Tensor], handle: Handle, monkeypatch: pytes
     return peers
 
 
-@pytest.mark.parametrize("scatters", [False, True])
+class Stream:
+    """A stream whose work is done at once; counts waits."""
+
+    def __init__(self) -> None:
+        self.waits = 0
+
+    def wait_stream(self, other: Stream) -> None:
+        assert other is not self
+        self.waits += 1
+
+
+def matrices_of(size: torch.Size) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(size, generator=generator) for _ in range(RANKS)]
+
+
 @pytest.mark.parametrize("rank", range(RANKS))
-def test_tensors_of_all_ranks_are_combined(rank: int, scatters: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    size, generator = torch.Size((6, 5)), torch.Generator().manual_seed(0)
-    matrices = [torch.randn(size, generator=generator) for _ in range(RANKS)]
+def test_tensors_of_all_ranks_are_combined(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    size = torch.Size((6, 5))
+    matrices = matrices_of(size)
     memory, handle = [torch.zeros(1000, dtype=torch.int8) for _ in range(RANKS)], Handle()
     for each, matrix in zip(memory, matrices, strict=True):
         each[:120].view(torch.float32).view(size).copy_(matrix)
     memory[rank].zero_()  # written by the call
     peers = peers_on(rank, memory, handle, monkeypatch)
-    mine = slice(2 * rank, 2 * rank + 2) if scatters else slice(None)
     for combine, expected in ((torch.add, sum(matrices)), (torch.maximum, torch.stack(matrices).amax(0))):
         for write in (lambda out: out.copy_(matrices[rank]), lambda _: matrices[rank]):
-            found = peers.reduce("a use", size, torch.float32, write, combine, scatters)
-            assert found is not None and torch.allclose(found, expected[mine], rtol=1e-6, atol=1e-6)  # type: ignore[index]
+            found = peers.reduce("a use", size, torch.float32, write, combine)
+            assert found is not None and torch.allclose(found, expected, rtol=1e-6, atol=1e-6)  # type: ignore[arg-type]
     assert handle.seen == [0, 1] * 4
     assert torch.equal(memory[rank][:120].view(torch.float32).view(size), matrices[rank])
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize("rank", range(RANKS))
+def test_rows_of_all_ranks_are_summed(rank: int, blocks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    size = torch.Size((6, 5))
+    matrices = matrices_of(size)
+    memory, handle, here, beside = (
+        [torch.zeros(1000, dtype=torch.int8) for _ in range(RANKS)],
+        Handle(),
+        Stream(),
+        Stream(),
+    )
+    for other, (each, matrix) in enumerate(zip(memory, matrices, strict=True)):
+        if other != rank:
+            each[:120].view(torch.float32).view(size).copy_(matrix)
+    peers = peers_on(rank, memory, handle, monkeypatch)
+    peers._beside = beside  # type: ignore[assignment]
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: here)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    monkeypatch.setattr("magicube_cutlass.distributed.peers._LEAST_BLOCK", 40 if blocks else 41)
+    for is_elsewhere in (False, True):
+        written: list[slice] = []
+
+        def write(out: Tensor, rows: slice, elsewhere: bool = is_elsewhere, seen: list[slice] = written) -> Tensor:
+            seen.append(rows)
+            return matrices[rank][rows] if elsewhere else out.copy_(matrices[rank][rows])
+
+        found = peers.sum_rows(size, torch.float32, write)
+        mine = slice(2 * rank, 2 * rank + 2)
+        turn = [(rank + i) % RANKS for i in range(RANKS)]
+        assert found is not None and torch.equal(
+            found, matrices[turn[0]][mine] + matrices[turn[1]][mine] + matrices[turn[2]][mine]
+        )
+        mine_is_last = [slice(2 * r, 2 * r + 2) for r in (*turn[1:], rank)]
+        assert written == (mine_is_last if blocks else [slice(0, 6)])
+        own = memory[rank][:120].view(torch.float32).view(size)
+        assert all(torch.equal(own[rows], matrices[rank][rows]) for rows in written[: 2 if blocks else 1])
+    assert handle.seen == ([0, 0, 1] if blocks else [0, 1]) * 2
+    assert (here.waits, beside.waits) == ((2, 4) if blocks else (0, 0))
 
 
 def test_what_does_not_fit_is_left_to_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
     handle, memory = Handle(), [torch.zeros(64, dtype=torch.int8) for _ in range(RANKS)]
     peers = peers_on(0, memory, handle, monkeypatch)
-    for size, scatters in (((4, 1), True), ((0, 3), False), ((6, 5), False)):  # uneven; empty; too large
-        assert peers.reduce("", torch.Size(size), torch.float32, torch.zeros_like, torch.add, scatters) is None
+    for size in ((0, 3), (6, 5)):  # empty; too large
+        assert peers.reduce("", torch.Size(size), torch.float32, torch.zeros_like, torch.add) is None
+        assert peers.sum_rows(torch.Size(size), torch.float32, lambda out, _: out) is None
+    assert peers.sum_rows(torch.Size((4, 1)), torch.float32, lambda out, _: out) is None  # uneven
     assert not handle.seen
 
 
