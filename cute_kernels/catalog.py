@@ -9,7 +9,7 @@ from cute_kernels.dtypes import SDDMM_PAIRS, SPMM_PAIRS, Integer
 from cute_kernels.jit.warmup import Source
 from cute_kernels.machine import MMA_COLUMNS, Machine, Problem, ProblemTypes
 from cute_kernels.sddmm.heuristics import SddmmKernel, choose_sddmm
-from cute_kernels.spmm.heuristics import SpmmKernel, choose_spmm, transposed
+from cute_kernels.spmm.heuristics import SpmmKernel, choose_spmm
 
 NUM_SMS = {"sm_80": 108, "sm_89": 142, "sm_90a": 132, "sm_100a": 148, "sm_120a": 170}
 _WEIGHTS = (
@@ -67,8 +67,8 @@ def weight_configs(arch: str) -> Iterator[SpmmKernel]:
     for out, (m, k), n, density in product(("float32", "float16", "int32"), _WEIGHTS, _COLUMNS, (0.05, 0.1, 0.3)):
         rows, longest = m // 8, int(1.3 * density * k) + 8
         sizes = Problem(rows, k, int(density * rows * k), longest, n)
-        config = choose_spmm(ProblemTypes(8, signed, signed, out), machine, sizes)
-        yield from dict.fromkeys((config, transposed(config, n)) if out == "float16" else (config,))
+        for transposes in (False, True) if out == "float16" else (False,):
+            yield choose_spmm(ProblemTypes(8, signed, signed, out), machine, sizes, transposes=transposes)
 
 
 def warm_configs(all: bool, arch: str) -> Iterator[Source]:

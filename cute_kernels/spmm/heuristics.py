@@ -88,7 +88,12 @@ SpmmKernel = GatherConfig | PanelConfig
 
 
 def choose_spmm(
-    kind: ProblemTypes, machine: Machine, problem: Problem, atom: str | None = None, single_use: bool = False
+    kind: ProblemTypes,
+    machine: Machine,
+    problem: Problem,
+    atom: str | None = None,
+    single_use: bool = False,
+    transposes: bool = False,
 ) -> SpmmKernel:
     """Return the kernel config with the least predicted time for C = A B.
 
@@ -104,6 +109,8 @@ def choose_spmm(
         Name of the MMA atom. Default: selected by element types and architecture.
     single_use : bool, default False
         A is multiplied once. The panel kernel is excluded: packing A for it takes longer than the product.
+    transposes : bool, default False
+        C^T is wanted. The config is one that writes it, unless a launch more is faster.
 
     Returns
     -------
@@ -127,6 +134,8 @@ def choose_spmm(
     found = [
         each for each in candidates(kind, machine, problem, atom) if not (single_use and isinstance(each, PanelConfig))
     ]
+    if transposes:
+        found = _transposing(found, problem.n)
     costs = {config: spmm_cost(config, machine, problem) for config in found}
     return min(costs, key=lambda config: costs[config])
 
@@ -164,6 +173,25 @@ def candidates(kind: ProblemTypes, machine: Machine, problem: Problem, atom: str
         for each in found
         if each.tile_n_bytes == 64
     ]
+
+
+def _transposing(found: list[SpmmKernel], columns: int) -> list[SpmmKernel]:
+    """Return the configs among which one writes the transpose of `columns` columns, or is followed by a launch more.
+
+    Stores of 16 bytes cost 3 us of 19 for 512 columns, and 50 of 100 for 4,096: of many columns, only pairs of vector
+    rows are written transposed. 11 warps of 4 vector rows then read less of B than 15 of 2.
+    """
+    if columns <= _MOST_SHORT_STORES:
+        short = [each for each in found if not (isinstance(each, PanelConfig) and each.rows_per_warp == 3)]
+        return [replace(each, transposed=True) for each in short]
+    panels = (replace(each, transposed=True) for each in found if isinstance(each, PanelConfig))
+    pairs = [each for each in panels if each.pairs]
+    wide = [
+        replace(each, warps=11, rows_per_warp=4)
+        for each in pairs
+        if (each.warps, each.rows_per_warp, each.tile_n_bytes) == (15, 2, 128)
+    ]
+    return [*(each for each in found if isinstance(each, GatherConfig)), *pairs, *wide] if pairs else found
 
 
 def _small_tile(config: GatherConfig, n: int) -> int | None:
@@ -309,23 +337,6 @@ def check_spmm(config: SpmmKernel, kind: ProblemTypes, longest: int) -> None:
         raise ValueError(
             f"config must have int64_accum=True for a vector row of {longest} > {SAFE_RUN} vectors, got {config.name}"
         )
-
-
-def transposed(config: SpmmKernel, columns: int) -> SpmmKernel:
-    """Return the config that writes the transpose of C, or `config` if a launch more is faster.
-
-    Stores of 16 bytes cost 3 us of 19 for 512 columns, and 50 of 100 for 4,096.
-
-    Examples
-    --------
-    >>> one = spmm_config("spmm_gather-s8_m16n8k32-v8-s8xs8-float16-b64s4w4r1")
-    >>> transposed(one, 64).name, transposed(one, 4096) is one
-    ('spmm_gather-s8_m16n8k32-v8-s8xs8-float16-transposed-b64s4w4r1', True)
-    """
-    if isinstance(config, PanelConfig) and config.rows_per_warp == 3:
-        config = replace(config, warps=15, rows_per_warp=2)  # three are no pairs
-    found = replace(config, transposed=True)
-    return found if columns <= _MOST_SHORT_STORES or (isinstance(found, PanelConfig) and found.pairs) else config
 
 
 @lru_cache(maxsize=1024)

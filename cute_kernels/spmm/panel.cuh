@@ -13,6 +13,7 @@
 #include "device/pipeline.cuh"
 #include "device/warpgroup.cuh"
 #include "spmm/common.cuh"
+#include "spmm/pairs.cuh"
 
 namespace magicube {
 
@@ -314,119 +315,6 @@ __device__ void stage_col_scales(float* to, const float* from, int64_t count, in
   cp_async_commit();
 }
 
-// What a lane needs to scale its two rows of a vector row, and to write them to the transpose of C (batch, n, rows).
-template <class C>
-struct PairOutput {
-  using S = SpmmShape<C>;
-  using Out = typename C::Out;
-  static_assert(S::kTileRows == 8 && S::kRowTiles == 1 && sizeof(Out) == 2, "a lane has two rows of 16-bit results");
-  static constexpr int kSubs = S::Units::kSubs;
-
-  const SpmmOperands& at;
-  Out* out;                // of the matrix of the batch
-  const float* col_scale;  // of the first column of the lane, or null
-  int64_t n0;
-  int group, two;  // four lanes have the columns of a group; first of the two rows
-
-  __device__ PairOutput(const SpmmOperands& operands, int64_t batch, int64_t n0, int lane)
-      : at(operands), out(static_cast<Out*>(at.out) + batch * at.n * at.rows),
-        col_scale(at.col_scale ? at.col_scale + batch * at.col_scale_batch + (n0 + lane / 4 * kSubs) * at.col_scale_stride : nullptr),
-        n0(n0), group(lane / 4), two(lane % 4 * 2) {}
-  // Column of unit u, from the first of its group on.
-  __device__ static constexpr int column_of(int u) { return u / kSubs * 8 * kSubs + u % kSubs; }
-  struct Rows {
-    float scale[2], bias[2];
-  };
-  __device__ Rows rows_of(int64_t vector_row) const {
-    Rows found;
-    CUTE_UNROLL
-    for (int j = 0; j < 2; ++j) {
-      const int64_t row = vector_row * 8 + two + j;
-      found.scale[j] = at.row_scale && row < at.rows ? at.row_scale[row * at.row_scale_stride] : 1.0f;
-      found.bias[j] = at.bias && row < at.rows ? at.bias[row] : 0.0f;
-    }
-    return found;
-  }
-  // Results of unit u in both rows.
-  template <class Total>
-  __device__ uint32_t word(const Total (&total)[2], const Rows& rows, int u) const {
-    const bool exists = n0 + group * kSubs + column_of(u) < at.n;
-    const float scale = col_scale && exists ? col_scale[column_of(u) * at.col_scale_stride] : 1.0f;
-    alignas(4) Out both[2];
-    CUTE_UNROLL
-    for (int j = 0; j < 2; ++j) both[j] = convert<Out>(total[j], rows.scale[j], scale, rows.bias[j]);
-    return *reinterpret_cast<const uint32_t*>(both);
-  }
-  // Store results of two rows of a vector row in the column of unit u of the even (0) or odd (1) group of a pair of groups.
-  __device__ void store(uint32_t value, int64_t vector_row, int odd, int u) const {
-    const int64_t column = n0 + (group & ~1 | odd) * kSubs + column_of(u), row = vector_row * 8 + two;
-    if (column >= at.n || row >= at.rows) return;
-    Out* const to = out + column * at.rows + row;
-    if (at.rows % 2 == 0) {
-      *reinterpret_cast<uint32_t*>(to) = value;
-    } else {
-      to[0] = reinterpret_cast<const Out*>(&value)[0];
-      if (row + 1 < at.rows) to[1] = reinterpret_cast<const Out*>(&value)[1];
-    }
-  }
-};
-
-// Write two neighboring vector rows of a warp to the transpose of C: eight lanes write 32 bytes of a column, a whole sector, where 16
-// would have the L2 cache read the rest first.
-template <class C>
-__device__ void write_own_pair(const PairOutput<C>& out, const Accumulators<C>& even, const Accumulators<C>& odd, int64_t vector_row) {
-  using S = SpmmShape<C>;
-  TotalOf<C> first[S::kUnits][2], second[S::kUnits][2];
-  even.totals(0, first), odd.totals(0, second);
-  const auto first_rows = out.rows_of(vector_row), second_rows = out.rows_of(vector_row + 1);
-  const bool is_odd = out.group & 1;  // writes the second vector row
-  CUTE_UNROLL
-  for (int u = 0; u < S::kUnits; ++u) {
-    const uint32_t words[2] = {out.word(first[u], first_rows, u), out.word(second[u], second_rows, u)};
-    const uint32_t gotten = __shfl_xor_sync(~0u, is_odd ? words[0] : words[1], 4), kept = is_odd ? words[1] : words[0];
-    out.store(is_odd ? gotten : kept, vector_row + is_odd, 0, u);
-    out.store(is_odd ? kept : gotten, vector_row + is_odd, 1, u);
-  }
-}
-
-// As write_own_pair, of two warps: each writes half of the columns, with the other's results from `exchange` (kWarps, kHalf, 32).
-template <class C>
-__device__ void write_shared_pair(const PairOutput<C>& out, const Accumulators<C>& acc, int64_t vector_row, int warp, int lane,
-                                  uint32_t exchange) {
-  using S = SpmmShape<C>;
-  constexpr int kHalf = S::kUnits / 2;
-  TotalOf<C> total[S::kUnits][2];
-  acc.totals(0, total);
-  const auto rows = out.rows_of(vector_row);
-  const bool upper = warp & 1;  // half of the columns
-  uint32_t kept[kHalf], gotten[kHalf];
-  CUTE_UNROLL
-  for (int i = 0; i < kHalf; ++i) {
-    const uint32_t words[2] = {out.word(total[i], rows, i), out.word(total[i + kHalf], rows, i + kHalf)};
-    kept[i] = upper ? words[1] : words[0];
-    store_shared(exchange + (warp * kHalf + i) * 128 + lane * 4, upper ? words[0] : words[1]);
-  }
-  const int barrier = 1 + warp / 2;
-  warp_group::named_barrier_sync(barrier, 64);
-  CUTE_UNROLL
-  for (int i = 0; i < kHalf; ++i) {  // of the other group of a pair of groups
-    uint32_t one[1];
-    load_shared(exchange + ((warp ^ 1) * kHalf + i) * 128 + (lane ^ 4) * 4, one);
-    gotten[i] = one[0];
-  }
-  warp_group::named_barrier_sync(barrier, 64);  // read before they are written again
-  CUTE_UNROLL
-  for (int i = 0; i < kHalf; ++i) {
-    CUTE_UNROLL
-    for (int odd = 0; odd < 2; ++odd) {
-      const bool mine = (out.group & 1) == odd;
-      const uint32_t value = mine ? kept[i] : gotten[i];
-      if (upper) out.store(value, mine ? vector_row : vector_row ^ 1, odd, i + kHalf);
-      else out.store(value, mine ? vector_row : vector_row ^ 1, odd, i);
-    }
-  }
-}
-
 template <class C>
 __global__ void __launch_bounds__((C::kWarps + 1) * 32, 1)
 spmm_panel(const __grid_constant__ TmaDescriptor map, const int64_t* group_start, const uint32_t* counts,
@@ -483,11 +371,15 @@ spmm_panel(const __grid_constant__ TmaDescriptor map, const int64_t* group_start
     item.advance();
     // The first loads of the next item are in flight during the epilogue.
     if (item.exists()) stream.open(matrix, unit(), group_start[unit()], ring.tiles, records_at, lane);
-    if constexpr (C::kPairs && C::kRowsPerWarp == 2) {
-      if (own[0] < vector_rows) write_own_pair<C>({operands, batch, n0, lane}, acc[0], acc[1], own[0]);
+    if constexpr (C::kPairs && C::kRowsPerWarp > 1) {
+      CUTE_UNROLL
+      for (int i = 0; i < C::kRowsPerWarp; i += 2) {
+        if (own[i] < vector_rows) write_pair<C>(OwnPair<C>{acc[i], acc[i + 1], own[i]}, operands, batch, own[i], n0, lane);
+      }
     } else if constexpr (C::kPairs) {  // both warps of a pair that exists come here
       const uint32_t exchange = shared_address(shared) + PanelRing<C>::kExchangeAt;
-      if ((own[0] & ~1) < vector_rows) write_shared_pair<C>({operands, batch, n0, lane}, acc[0], own[0], warp, lane, exchange);
+      const int even = own[0] & ~1;
+      if (even < vector_rows) write_pair<C>(SharedPair<C>{acc[0], own[0], warp, lane, exchange}, operands, batch, even, n0, lane);
     } else {
       CUTE_UNROLL
       for (int i = 0; i < C::kRowsPerWarp; ++i) {

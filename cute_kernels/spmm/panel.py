@@ -101,7 +101,7 @@ class PanelConfig(RingConfig, SpmmConfig):
         if not self.transposed or self.vector_length != 8 or OUT_BYTES[self.out] != 2:
             return False
         fits = self._unpaired_bytes + self._exchange_bytes <= SHARED_BYTES
-        return self.rows_per_warp == 2 or (self.rows_per_warp == 1 and self.warps % 2 == 0 and fits)
+        return self.rows_per_warp % 2 == 0 or (self.rows_per_warp == 1 and self.warps % 2 == 0 and fits)
 
     @property
     def record_bytes(self) -> int:

@@ -159,7 +159,7 @@ def plan_spmm(
     transposes : bool, default False
         Whether a kernel may be chosen that writes the transpose of C.
     """
-    from cute_kernels.spmm.heuristics import check_spmm, choose_spmm, transposed
+    from cute_kernels.spmm.heuristics import check_spmm, choose_spmm
 
     key = (rhs, out, width, batch, atom, config, transposes)
     plan = matrix._execution.get(key)
@@ -174,8 +174,8 @@ def plan_spmm(
             length = config.vector_length
         kind, sizes = spmm_problem(matrix, rhs, out, width, batch, length)
         if config is None:
-            config = choose_spmm(kind, get_machine(matrix.device.index), sizes, atom, matrix.single_use)
-            config = transposed(config, width) if transposes else config
+            machine = get_machine(matrix.device.index)
+            config = choose_spmm(kind, machine, sizes, atom, matrix.single_use, transposes)
         check_spmm(config, kind, sizes.longest)
         stored = (config.vector_length, *config.packing_key())
         copy = matrix._execution.get(stored)

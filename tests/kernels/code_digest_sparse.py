@@ -10,7 +10,7 @@ from cute_kernels.machine import Machine, Problem, ProblemTypes
 from cute_kernels.sddmm.gather import SddmmConfig
 from cute_kernels.sddmm.heuristics import SddmmKernel, choose_sddmm
 from cute_kernels.spmm.gather import GatherConfig
-from cute_kernels.spmm.heuristics import SpmmKernel, candidates, choose_spmm, spmm_cost, transposed
+from cute_kernels.spmm.heuristics import SpmmKernel, candidates, choose_spmm, spmm_cost
 from cute_kernels.spmm.panel import PanelConfig
 
 SpmmEntry = tuple[str, SpmmKernel]
@@ -77,9 +77,9 @@ def _spmm_options(arch: str) -> Iterator[SpmmEntry]:
         gathers = [each for each in candidates(kind, machine, sizes, atom) if isinstance(each, GatherConfig)]
         best = min(gathers, key=lambda each: spmm_cost(each, machine, sizes))
         yield f"spmm/softmax u{bits} x s{right} rows={rows} n=64", replace(best, a_just_written=True)
-    for n, per_row in ((64, 410), (4096, 410), (4096, 2048)):  # those of a layer
+    for n, per_row in ((64, 410), (512, 410), (2048, 410), (4096, 410), (4096, 2048)):  # those of a layer
         sizes = Problem(512, 4096, per_row * 512, per_row, n)
-        yield f"spmm/transpose n={n} vectors a row={per_row}", transposed(choose_spmm(once, machine, sizes), n)
+        yield f"spmm/transpose n={n} vectors a row={per_row}", choose_spmm(once, machine, sizes, transposes=True)
     operands = ("s8_m16n8k32", 4, Integer(12, True), Integer(4, True), "float16")
     plain = GatherConfig("s8_m16n8k32", 8, Integer(8, True), Integer(8, True), "float16")
     yield "spmm/gather L12-R4 V=4 digits apart", GatherConfig(*operands, fuse_digits=False)

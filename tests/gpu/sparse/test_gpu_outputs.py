@@ -180,7 +180,8 @@ def test_sums_of_nothing_are_zero_and_take_the_bias() -> None:
 
 
 PAIRS: list[dict[str, Any]] = [
-    {"warps": 4}, {"warps": 3, "rows_per_warp": 2}, {"warps": 2, "cluster": 2}, {"warps": 4, "a_stages": 4},
+    {"warps": 4}, {"warps": 3, "rows_per_warp": 2}, {"warps": 2, "rows_per_warp": 4}, {"warps": 2, "cluster": 2},
+    {"warps": 4, "a_stages": 4},
 ]  # fmt: skip
 TRANSPOSED = [
     replace(config, transposed=True)

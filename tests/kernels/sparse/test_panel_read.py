@@ -145,10 +145,12 @@ def test_dealt_rows_are_equal_shares(rows: int) -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 7, 30, 31, 64])
-@pytest.mark.parametrize("shape", [{"warps": 4}, {"warps": 3, "rows_per_warp": 2}, {"warps": 2, "cluster": 2}])
+@pytest.mark.parametrize(
+    "shape", [{"warps": 4}, {"warps": 3, "rows_per_warp": 2}, {"rows_per_warp": 4}, {"cluster": 2}]
+)
 def test_pairs_of_vector_rows_stay_side_by_side(rows: int, shape: dict[str, Any]) -> None:
     kind = (Integer(8, True), Integer(8, True), "float16")
-    config = PanelConfig("s8_m16n8k32", 8, *kind, **shape, transposed=True)
+    config = PanelConfig("s8_m16n8k32", 8, *kind, **{"warps": 2, **shape}, transposed=True)
     lengths = torch.randint(0, 40, (rows,), generator=torch.Generator().manual_seed(rows))
     offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
     columns = torch.cat([torch.arange(count, dtype=torch.int32) for count in lengths.tolist()])
