@@ -185,7 +185,8 @@ def _transposing(found: list[SpmmKernel], columns: int) -> list[SpmmKernel]:
         short = [each for each in found if not (isinstance(each, PanelConfig) and each.rows_per_warp == 3)]
         return [replace(each, transposed=True) for each in short]
     panels = (replace(each, transposed=True) for each in found if isinstance(each, PanelConfig))
-    pairs = [each for each in panels if each.pairs]
+    # 128 sums of 4-bit entries and the two results of a word do not fit 168 registers
+    pairs = [each for each in panels if each.pairs and not (each.b.bits < 8 and each.accumulators > 64)]
     wide = [
         replace(each, warps=11, rows_per_warp=4)
         for each in pairs

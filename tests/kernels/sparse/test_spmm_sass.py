@@ -16,7 +16,6 @@ from cute_kernels.sddmm.config import SampleConfig
 from cute_kernels.sddmm.gather import SddmmConfig
 from cute_kernels.sddmm.heuristics import SddmmKernel, choose_sddmm
 from cute_kernels.sddmm.panel import SddmmPanelConfig
-from cute_kernels.spmm import heuristics
 from cute_kernels.spmm.gather import GatherConfig
 from cute_kernels.spmm.heuristics import SpmmKernel, choose_spmm
 from cute_kernels.spmm.panel import PanelConfig
@@ -55,10 +54,14 @@ def of_few_columns(arch: str) -> Iterator[Config]:
 
 def transposed(arch: str) -> Iterator[Config]:
     """What a layer of few and of many tokens runs."""
-    for n, per_row in ((16, 410), (512, 410), (4096, 410), (4096, 2048)):
+    for n, per_row in ((16, 410), (512, 410), (1024, 410), (4096, 410), (4096, 2048)):
         kind = ProblemTypes(8, Integer(8, True), Integer(8, True), "float16")
-        config = choose_spmm(kind, Machine(arch, 132), Problem(512, 4096, per_row * 512, per_row, n))
-        yield heuristics.transposed(config, n)
+        problem = Problem(512, 4096, per_row * 512, per_row, n)
+        yield choose_spmm(kind, Machine(arch, 132), problem, transposes=True)
+    for left, right in ((Integer(8, False), Integer(8, True)), (Integer(16, True), Integer(8, True)),
+                        (Integer(8, True), Integer(4, True)), (Integer(4, True), Integer(4, True))):  # fmt: skip
+        problem = Problem(512, 4096, 410 * 512, 410, 4096)
+        yield choose_spmm(ProblemTypes(8, left, right, "bfloat16"), Machine(arch, 132), problem, transposes=True)
 
 
 CASES = [
