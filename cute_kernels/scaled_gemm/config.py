@@ -100,6 +100,8 @@ class ScaledGemmConfig(KernelConfig):
         CTAs per SM.
     band : int
         Rows of tiles that are traversed column by column.
+    scaled_sums : bool
+        Sums of 32 products are multiplied by the block scales of `a` (WGMMA), instead of values before their products.
     """
 
     kernel: str
@@ -117,11 +119,13 @@ class ScaledGemmConfig(KernelConfig):
     split: int = 1
     resident: int = 1
     band: int = 8
+    scaled_sums: bool = False
 
     @property
     def uses_bfloat16(self) -> bool:
         """Whether Tensor Cores multiply bfloat16, not bytes."""
-        return self.kernel == "mma" or any(fmt.block > 0 or fmt.bits > 8 for fmt in (self.a, self.b))
+        scaled = any(fmt.block > 0 for fmt in (self.a, self.b)) and not self.scaled_sums
+        return self.kernel == "mma" or scaled or any(fmt.bits > 8 for fmt in (self.a, self.b))
 
     @property
     def tile_k(self) -> int:
@@ -166,7 +170,8 @@ class ScaledGemmConfig(KernelConfig):
     def name(self) -> str:
         """Short name, unique among the configs."""
         shape = f"{self.tile_m}x{self.tile_n}s{self.stages}p{self.packed_stages}"
-        how = f"g{self.groups}d{self.decoders}{'a' if self.promote else ''}k{self.split}r{self.resident}b{self.band}"
+        sums = "a" * self.promote + "s" * self.scaled_sums
+        how = f"g{self.groups}d{self.decoders}{sums}k{self.split}r{self.resident}b{self.band}"
         return f"gemm-floats-{self.kernel}-{self.a.name}-{self.b.name}-{self.out}-{self.source}-{shape}-{how}"
 
     @property
@@ -183,7 +188,8 @@ class ScaledGemmConfig(KernelConfig):
             "kPlanesA": 1,
             "kPlanesB": 1,
             "kLevels": 1,
-            "kBlockA": self.a.block,
+            "kBlockA": 0 if self.scaled_sums else self.a.block,
+            "kScaledSums": self.scaled_sums,
             "kBlockB": self.b.block,
             "kBfloat16": self.uses_bfloat16,
             "kTileM": self.tile_m,
@@ -252,6 +258,34 @@ def candidates(a: OperandFormat, b: OperandFormat, arch: str, *, fast: bool = Fa
     # Registers hold two accumulators, of a K tile and of the tile, up to 192 columns; without promotion one of 256.
     wide = [] if decoded or tiled else [replace(base, tile_n=tile) for tile in ((256, 192) if base.promote else (256,))]
     return [_with_stages(each) for each in (*wide, base, *(replace(small, split=split) for split in (1, 2, 4)))]
+
+
+def scaled_sums_config(a: OperandFormat, b: OperandFormat) -> ScaledGemmConfig:
+    """Return the sm_90a config that multiplies sums by block scales of `a`; nothing picks it: it has not run on a GPU.
+
+    Parameters
+    ----------
+    a : OperandFormat
+        e4m3 or e5m2 with ue8m0 scales of 32 values.
+    b : OperandFormat
+        e4m3 or e5m2 without block scales: of weights of 4 or 6 bits, what
+        :meth:`cute_kernels.scaled_gemm.operand.FloatOperand.folded` makes.
+
+    Raises
+    ------
+    ValueError
+        For other formats.
+
+    Examples
+    --------
+    >>> scaled_sums_config(OperandFormat("e4m3", 32, "ue8m0"), OperandFormat("e4m3")).uses_bfloat16
+    False
+    """
+    if (a.bits, a.block, a.scale, a.tiles) != (8, 32, "ue8m0", False):
+        raise ValueError(f"a must be of 8 bits with ue8m0 scales of 32 values, got {a.name}")
+    if (b.bits, b.block) != (8, 0):
+        raise ValueError(f"b must be of 8 bits without block scales, got {b.name}; see FloatOperand.folded")
+    return _with_stages(ScaledGemmConfig("wgmma", a, b, "float32", scaled_sums=True))
 
 
 @lru_cache(maxsize=4096)

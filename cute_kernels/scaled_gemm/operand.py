@@ -129,6 +129,43 @@ class FloatOperand:
         """Format that kernels are compiled for."""
         return OperandFormat(self.dtype, self.block, self.scale_dtype, self.tiles is not None)
 
+    def folded(self) -> FloatOperand | None:
+        """Return the same numbers as e4m3 with scales of rows, not of blocks; None where e4m3 does not hold them.
+
+        ``scale[r] blocks[r, k // block] x = scale'[r] y`` with a power of two between the scales of each row, so that
+        the largest ``y`` of a row is near the largest e4m3. A value of 4 bits has 2 to 3 binades, e4m3 has 18, so
+        ue8m0 scales of a row may differ by some 2^12. Waits for a GPU: for operands that are used often.
+
+        Returns
+        -------
+        FloatOperand or None
+            Exact, or None; the operand itself without block scales of ue8m0.
+
+        Examples
+        --------
+        >>> blocks = torch.tensor([[127, 125]], dtype=torch.uint8)
+        >>> packed = floats.pack(floats.encode(torch.ones(1, 64), "e2m1"), "e2m1")
+        >>> found = FloatOperand(packed, "e2m1", k=64, blocks=blocks, block=32, scale_dtype="ue8m0").folded()
+        >>> found.dtype, found.scale.tolist(), found.values()[0, [0, 63]].tolist()
+        ('e4m3', [0.00390625], [256.0, 64.0])
+        """
+        if self.blocks is None or self.scale_dtype != "ue8m0":
+            return self
+        unpacked = floats.decode(floats.unpack(self.packed_data, self.k, self.dtype), self.dtype)  # (R, K)
+        binades = torch.frexp(unpacked).exponent  # (R, K): |x| below two to this
+        exponent = (self.blocks.int() - 127).repeat_interleave(self.block, 1)[:, : self.k]  # (R, K)
+        least = torch.iinfo(torch.int32).min
+        top = torch.where(unpacked == 0, least, binades + exponent).amax(1, keepdim=True)  # (R, 1)
+        base = torch.where(top == least, 0, top - 9).clamp(-126, 127)  # below 2^9; 480 is no e4m3
+        for shift in (0, 1):
+            y = torch.ldexp(unpacked.double(), exponent - base - shift).float()  # (R, K)
+            codes = floats.encode(y.clamp(-448, 448), "e4m3")
+            if torch.equal(floats.decode(codes, "e4m3"), y):
+                scale = torch.ldexp(torch.ones_like(base, dtype=torch.float32), base + shift)[:, 0]  # (R,)
+                scale = scale if self.scale is None else scale * self.scale.float()
+                return FloatOperand(codes, "e4m3", self.k, scale)
+        return None
+
     def values(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return the dequantized values without the per-row scale.
 

@@ -5,6 +5,7 @@
 // groups multiply decoded ones by WGMMA, 64 rows of the tile each.
 // kPromote: Tensor Cores accumulate one K tile at a time and float32 additions do the rest; else all of K. A tile of 256 columns
 // reads less shared memory per product than one of 128; one of 192 has wider instructions than the two spans of 256.
+// kScaledSums: sums of 32 products are multiplied by A's block scales as they are added to those of the tile.
 // kSplit CTAs of a cluster share K (split-K) and reduce through distributed shared memory.
 // Source: CUTLASS, SM90 warp-specialized kernels with fp8 promotion; OCP MX v1.0, section 6 (block scales).
 #pragma once
@@ -68,12 +69,13 @@ struct FloatGemm {
   // Whether registers hold the accumulators of two K tiles beside those of the tile, so that one K tile is multiplied while the
   // other is added. K tiles then go in pairs, of which the last can be beyond the matrix. No product is in flight between pairs:
   // at the end of a loop, the assembler would wait after each instruction.
-  static constexpr bool kOverlap = C::kPromote && kDecoders == 0 && kTileN == 128;
+  static constexpr bool kOverlap = C::kPromote && !C::kScaledSums && kDecoders == 0 && kTileN == 128;
   static constexpr int kPair = kOverlap ? 2 : 1;
   using Accumulators = float[kRegisters];
   using Tile = float[kSpans][kRegisters];
 
   static_assert(kGroups * 64 == kTileM, "a group has 64 rows");
+  static_assert(!C::kScaledSums || (C::kPromote && kDecoders == 0 && kTileN == 128), "registers hold the sums of two blocks");
   static_assert((kDecoders > 0) == (A::kDecoded || B::kDecoded), "decoders where something is to be decoded");
   static_assert(kSplit == 1 || (kGroups == 1 && kSpans == 1 && kRegisters % (16 * kSplit) == 0),
                 "blocks share a tile by 32 columns");
@@ -180,6 +182,18 @@ __device__ __forceinline__ void mma_k_tile(const FloatGemm<C>& gemm, typename Fl
   warpgroup_commit_batch();
 }
 
+// The products of 32 values of K, from `k` on in a K tile, for a warp group's rows.
+template <class C>
+__device__ __forceinline__ void mma_scale_block(const FloatGemm<C>& gemm, typename FloatGemm<C>::Accumulators& accum, int stage, int group,
+                                          int k) {
+  using G = FloatGemm<C>;
+  const uint64_t a = smem_descriptor<128>(shared_address(gemm.ready_a(stage))) + (group * 64 * 128 >> 4);
+  const uint64_t b = smem_descriptor<128>(shared_address(gemm.ready_b(stage)));
+  warpgroup_arrive();
+  wgmma<typename G::Op>(accum, a + (k >> 4), b + (k >> 4), make_int_sequence<G::kRegisters>{}, SM90::GMMA::ScaleOut::Zero);
+  warpgroup_commit_batch();
+}
+
 template <int kRegisters>
 __device__ __forceinline__ void fence_accumulators(float (&accum)[kRegisters]) {
   CUTE_UNROLL
@@ -194,6 +208,56 @@ __device__ __forceinline__ void add_accumulators(float (&accum)[kRegisters], con
   for (int r = 0; r < kRegisters; ++r) {
     if constexpr (kScaled) accum[r] = __fmaf_rn(partial[r], factor, accum[r]);
     else accum[r] += partial[r];
+  }
+}
+
+// As mma_tile with block scales of A: the products of one block run while the sums of the one before are scaled and added.
+template <class C>
+__device__ __forceinline__ void mma_scaled_tile(const FloatGemm<C>& gemm, typename FloatGemm<C>::Accumulators& accum,
+                                                GemmPipelineState<C::kStages>& at, int group, const RowScales& scales_a,
+                                                const TileScales& scales_b, int row, int column) {
+  using G = FloatGemm<C>;
+  constexpr int kBlocks = RowScales::kBlocks;
+  const int own = row + group * 64 + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;  // and own + 8
+  typename G::Accumulators even = {}, odd = {};
+  uint32_t low[kBlocks], high[kBlocks];  // scales of both rows in the next K tile
+  float factors[kBlocks][2];
+  const auto load_scales = [&](int part) {
+    scales_a.load(own, part * G::kTileK, low);
+    scales_a.load(own + 8, part * G::kTileK, high);
+  };
+  const auto start = [&](typename G::Accumulators& partial, int block) {
+    fence_accumulators(partial);
+    mma_scale_block(gemm, partial, at.stage, group, 32 * block);
+  };
+  const auto add = [&](typename G::Accumulators& partial, int block) {
+    fence_accumulators(partial);
+    CUTE_UNROLL
+    for (int r = 0; r < G::kRegisters; ++r) accum[r] = __fmaf_rn(partial[r], factors[block][r / 2 % 2], accum[r]);
+  };
+  load_scales(gemm.begin);
+  for (int part = gemm.begin; part < gemm.last; ++part, at.advance()) {
+    const float tile = C::kTiled ? scales_b.at(column, part * G::kTileK) : 1.0f;
+    CUTE_UNROLL
+    for (int block = 0; block < kBlocks; ++block) {
+      factors[block][0] = RowScales::factor(low[block]) * tile, factors[block][1] = RowScales::factor(high[block]) * tile;
+    }
+    barrier_wait(gemm.full(at.stage), at.parity);
+    start(even, 0);
+    start(odd, 1);
+    load_scales(part + 1);
+    warpgroup_wait<1>();
+    add(even, 0);
+    start(even, 2);
+    warpgroup_wait<1>();
+    add(odd, 1);
+    start(odd, 3);
+    warpgroup_wait<1>();
+    add(even, 2);
+    warpgroup_wait<0>();
+    fence_accumulators(odd);
+    if (threadIdx.x % 32 == 0) barrier_arrive(gemm.empty(at.stage));
+    add(odd, 3);
   }
 }
 
@@ -285,14 +349,16 @@ __device__ __forceinline__ void reduce_and_write_tile(const FloatGemm<C>& gemm, 
   write_fragment(to, total, row + thread / 32 * 16, column + 2 * kOwn * rank, thread % 32);
 }
 
-template <class C>
-__device__ void consumer_loop(const FloatGemm<C>& gemm, const GemmOutput<C>& to, int group, const TileScales& scales_a,
+// ScalesA: TileScales, or RowScales if C::kScaledSums.
+template <class C, class ScalesA>
+__device__ void consumer_loop(const FloatGemm<C>& gemm, const GemmOutput<C>& to, int group, const ScalesA& scales_a,
                                 const TileScales& scales_b) {
   using G = FloatGemm<C>;
   GemmPipelineState<G::kStages> at;
   gemm.for_tiles([&](int row, int column) {
     typename G::Tile accum = {};
-    mma_tile(gemm, accum, at, group, scales_a, scales_b, row, column);
+    if constexpr (C::kScaledSums) mma_scaled_tile(gemm, accum[0], at, group, scales_a, scales_b, row, column);
+    else mma_tile(gemm, accum, at, group, scales_a, scales_b, row, column);
     if constexpr (G::kSplit > 1) {
       reduce_and_write_tile(gemm, to, accum[0], row, column);
     } else {
@@ -345,7 +411,9 @@ gemm_floats_wgmma(const __grid_constant__ TmaDescriptor a, const __grid_constant
     if (col_scales && column_step == 0) alpha *= __ldg(col_scales);
     const GemmOutput<C> to{out, c, row_step ? row_scales : nullptr, column_step ? col_scales : nullptr, bias, pitch, c_pitch,
                            int(m), int(n), alpha, beta, 0.0f, 0.0f, vector != 0};
-    consumer_loop(gemm, to, group, scale_args_a.of_tiles<typename G::A>(), scale_args_b.of_tiles<typename G::B>());
+    const TileScales tiles_b = scale_args_b.of_tiles<typename G::B>();
+    if constexpr (C::kScaledSums) consumer_loop(gemm, to, group, scale_args_a.of_rows(m), tiles_b);
+    else consumer_loop(gemm, to, group, scale_args_a.of_tiles<typename G::A>(), tiles_b);
   } else if (G::kDecoders > 0 && group < G::kMany) {
     if constexpr (G::kShare) warp_group::setmaxnreg_dec<G::kDecoderRegisters>();
     if constexpr (G::kDecoders > 0) {

@@ -21,7 +21,7 @@ from cute_kernels.few_rows.api import few_rows_product
 from cute_kernels.few_rows.decode import decode_weight
 from cute_kernels.few_rows.product_int8 import few_rows_int8_product
 from cute_kernels.machine import ProblemTypes
-from cute_kernels.scaled_gemm.config import OperandFormat, ScaledGemmConfig, candidates
+from cute_kernels.scaled_gemm.config import OperandFormat, ScaledGemmConfig, candidates, scaled_sums_config
 from cute_kernels.scaled_gemm.dequantize import dequantized_format
 from cute_kernels.scaled_gemm.small_m import candidates as small_m_candidates
 from cute_kernels.sddmm.panel import SddmmPanelConfig
@@ -214,6 +214,14 @@ def test_float_product_of_operands_that_are_decoded_before(pair: tuple[OperandFo
     a, b = operand(pair[0], 150, 777, 1), operand(pair[1], 300, 777, 2)
     for config in before(*pair):
         assert torch.equal(run(a, b, config, torch.empty(150, 300, device="cuda")).double(), exact(a, b)), config.name
+
+
+@needs_warp_groups
+@pytest.mark.configs([scaled_sums_config(FEW[1][0], FEW[0][0])])
+def test_float_product_whose_sums_are_scaled() -> None:
+    a, b = operand(FEW[1][0], 150, 777, 1), operand(FEW[0][0], 300, 777, 2)
+    config = scaled_sums_config(a.format, b.format)
+    assert torch.equal(run(a, b, config, torch.empty(150, 300, device="cuda")).double(), exact(a, b))
 
 
 @pytest.mark.parametrize("shape", [(45, 68), (700, 256)])

@@ -13,7 +13,7 @@ from cute_kernels import floats
 from cute_kernels.floats import FORMATS
 from cute_kernels.jit import get_kernel
 from cute_kernels.scaled_gemm.api import FloatOperand, check, explain_scaled_gemm, scaled_gemm
-from cute_kernels.scaled_gemm.config import OperandFormat, ScaledGemmConfig, candidates
+from cute_kernels.scaled_gemm.config import OperandFormat, ScaledGemmConfig, candidates, scaled_sums_config
 from cute_kernels.scaled_gemm.cuda import scaled_gemm_cuda
 from cute_kernels.scaled_gemm.dequantize import DequantizeConfig, dequantized_format
 from cute_kernels.scaled_gemm.small_m import SmallMConfig
@@ -148,6 +148,27 @@ def test_every_kernel_multiplies_small_integers_exactly(pair: tuple[OperandForma
 @pytest.mark.configs([*decoders(*SCALED), *(config for pair in SCALED for config in every(*pair))])
 def test_factors_of_blocks_and_tiles_reach_their_products(pair: tuple[OperandFormat, OperandFormat]) -> None:
     assert_exact(*pair, every(*pair), SHAPES)
+
+
+SUMS = [(OperandFormat(a, 32, "ue8m0"), OperandFormat(b, tiles=tiles))
+        for a, b, tiles in (("e4m3", "e4m3", False), ("e5m2", "e4m3", True), ("e4m3", "e5m2", False))]  # fmt: skip
+
+
+@needs_warp_groups
+@pytest.mark.parametrize("pair", SUMS, ids=lambda pair: f"{pair[0].name}-{pair[1].name}")
+@pytest.mark.configs([scaled_sums_config(*pair) for pair in SUMS])
+def test_scales_of_blocks_reach_the_sums_of_their_products(pair: tuple[OperandFormat, OperandFormat]) -> None:
+    assert_exact(*pair, [scaled_sums_config(*pair)], SHAPES)
+
+
+@needs_warp_groups
+@pytest.mark.configs([scaled_sums_config(*SUMS[0])])
+def test_folded_weights_multiply_as_their_blocks_do() -> None:
+    x, w = operand(SUMS[0][0], 300, 520, 1), operand(OperandFormat("e2m1", 32, "ue8m0"), 144, 520, 9)
+    folded = w.folded()
+    assert folded is not None
+    got = run(x, folded, scaled_sums_config(x.format, folded.format), torch.empty(300, 144, device="cuda"))
+    assert torch.equal(got.double(), exact(x, w))
 
 
 def lost(a: Tensor, b: Tensor, part: int) -> Tensor:

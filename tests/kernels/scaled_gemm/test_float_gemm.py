@@ -19,7 +19,7 @@ from cute_kernels import floats
 from cute_kernels.floats import FORMATS
 from cute_kernels.scaled_gemm import api
 from cute_kernels.scaled_gemm.api import FloatOperand, explain_scaled_gemm, scaled_gemm
-from cute_kernels.scaled_gemm.config import OperandFormat, ScaledGemmConfig, candidates, choose
+from cute_kernels.scaled_gemm.config import OperandFormat, ScaledGemmConfig, candidates, choose, scaled_sums_config
 from cute_kernels.scaled_gemm.cuda import choose_config
 from cute_kernels.scaled_gemm.dequantize import dequantize_first, dequantized_format
 
@@ -59,6 +59,47 @@ def real(x: FloatOperand) -> Tensor:
             if x.tiles is not None:
                 found[row, k] *= float(x.tiles[row // 128, k // 128])
     return found
+
+
+@pytest.mark.parametrize("dtype", ["e2m1", "e2m3", "e3m2"])
+def test_block_scales_fold_into_e4m3_exactly_or_not_at_all(dtype: str) -> None:
+    x = operand(OperandFormat(dtype, 32, "ue8m0"), 60, 150)
+    assert x.blocks is not None
+    for first, count in ((0, 256), (100, 4), (0, 3), (250, 4)):  # of scales: far apart, and near each other
+        x.blocks.copy_(torch.randint(first, first + count, x.blocks.shape, generator=torch.Generator().manual_seed(1)))
+        x.packed_data[5] = 0
+        for scale in (None, torch.rand(60) + 0.5):
+            given = replace(x, scale=scale)
+            found = given.folded()
+            assert (found is None) == (count == 256)
+            if found is not None:
+                assert found.format == OperandFormat("e4m3") and found.scale is not None
+                rows = torch.ones(60) if scale is None else scale
+                small = given.values(torch.float64) * rows.double()[:, None]
+                exact = found.values(torch.float64) * found.scale.double()[:, None]
+                normal = first > 0  # the smallest scales of rows are below the range of float32
+                assert torch.equal(exact, small) or not normal
+    wide = replace(x, blocks=None, block=0, scale_dtype="")
+    assert wide.folded() is wide
+
+
+def test_what_a_block_scale_spans_in_e4m3() -> None:
+    packed = floats.pack(floats.encode(torch.tensor([6.0, 0.5]).repeat_interleave(32).expand(2, 64), "e2m1"), "e2m1")
+    for apart in range(20):
+        blocks = torch.tensor([[127, 127 - apart], [127 - apart, 127]], dtype=torch.uint8)
+        found = FloatOperand(packed, "e2m1", k=64, blocks=blocks, block=32, scale_dtype="ue8m0").folded()
+        assert (found is None) == (apart > 14), apart  # 6 becomes 384, and 0.5 * 2^-14 the smallest e4m3
+
+
+def test_sums_are_scaled_for_bytes_with_scales_of_32_and_bytes_without() -> None:
+    mx, plain = OperandFormat("e4m3", 32, "ue8m0"), OperandFormat("e5m2")
+    config = scaled_sums_config(mx, plain._replace(tiles=True))
+    assert config.scaled_sums and config.tile_k == 128 and not config.uses_bfloat16 and "ask1" in config.name
+    for a, b, name in ((plain, plain, "a"), (OperandFormat("e2m1", 32, "ue8m0"), plain, "a"),
+                       (mx, OperandFormat("e2m1"), "b"), (mx, mx, "b")):  # fmt: skip
+        with pytest.raises(ValueError, match=f"^{name} must be of 8 bits"):
+            scaled_sums_config(a, b)
+    assert not any(each.scaled_sums for a, b in PAIRS for each in candidates(a, b, "sm_90a"))
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)

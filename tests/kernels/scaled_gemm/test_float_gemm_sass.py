@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from cute_kernels.jit import Binary
-from cute_kernels.scaled_gemm.config import OperandFormat, ScaledGemmConfig, candidates
+from cute_kernels.jit import Binary, build
+from cute_kernels.scaled_gemm.config import OperandFormat, ScaledGemmConfig, candidates, scaled_sums_config
 from tests.helpers import DIVERGED, lean_sass
 
 pytest.importorskip("cuda.core")
@@ -65,3 +65,15 @@ def test_the_kernel_is_made_of_the_instructions_that_were_meant(
         assert sass.count("FADD") >= config.tile_n // 2, "sums are added without a factor"
     assert "MEMBAR" not in loop, "a stage is given back without a fence of all memory"
     assert ("USETMAXREG" in sass) == (config.groups + config.decoders > 1)
+
+
+@pytest.mark.parametrize("tiles", [False, True])
+def test_sums_of_one_block_are_scaled_while_the_next_are_made(tiles: bool, kernel_cache: None) -> None:
+    config = scaled_sums_config(MX, OperandFormat("e4m3", tiles=tiles))
+    sass = lean_sass(build(config.translation_unit("sm_90a")), "")
+    seen = re.findall(r"\b(QGMMA|WARPGROUP\.DEPBAR|FFMA)\b(?:\S* gsb0, (0x\d))?", sass)
+    loop = "".join({"QGMMA": "m", "FFMA": "f"}.get(name, left[-1:]) for name, left in seen)
+    loop = loop[loop.index("m") : loop.index("0") + 1]
+    assert (
+        re.fullmatch(r"mm1f+m1f+m1f+0", loop) and loop.count("f") >= 144
+    )  # 64 a block, some of the last behind the wait
