@@ -146,6 +146,16 @@ struct RowScales {
   }
 };
 
+// Scales of blocks of 128 values of a row, float32.
+struct LineScales {
+  const float* scales;  // (rows, K tiles)
+  int64_t pitch;
+  int rows, tiles;
+  __device__ float at(int row, int k) const {
+    return k / 128 < tiles ? __ldg(scales + (row < rows ? row : rows - 1) * pitch + k / 128) : 0.0f;
+  }
+};
+
 // Scale arguments of one operand: bits of block scales, or floats of tile scales.
 struct FloatScales {
   const void* start;
@@ -155,6 +165,7 @@ struct FloatScales {
   __device__ BlockScales of_blocks(int64_t rows) const {
     return {Plane::kBlock ? static_cast<const uint8_t*>(start) : nullptr, pitch, int(rows), int(blocks)};
   }
+  __device__ LineScales of_lines(int64_t rows) const { return {static_cast<const float*>(start), pitch, int(rows), int(blocks)}; }
   __device__ RowScales of_rows(int64_t rows) const { return {static_cast<const uint8_t*>(start), pitch, int(rows), int(blocks)}; }
   template <class Plane>
   __device__ TileScales of_tiles() const {

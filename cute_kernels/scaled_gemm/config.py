@@ -28,7 +28,7 @@ class OperandFormat(NamedTuple):
     block : int
         Values per block scale along K; 0 without block scales.
     scale : str
-        Format of the block scales, or empty.
+        Format of the block scales, ``"float32"`` of 128 values; or empty.
     tiles : bool
         Whether 128 x 128 tiles have scales.
 
@@ -100,8 +100,8 @@ class ScaledGemmConfig(KernelConfig):
         CTAs per SM.
     band : int
         Rows of tiles that are traversed column by column.
-    scaled_sums : bool
-        Sums of 32 products are multiplied by the block scales of `a` (WGMMA), instead of values before their products.
+    scaled_sums : int
+        Products whose sums are multiplied by the block scales of `a` (WGMMA), 32 or 128; 0: values are, before them.
     """
 
     kernel: str
@@ -119,7 +119,7 @@ class ScaledGemmConfig(KernelConfig):
     split: int = 1
     resident: int = 1
     band: int = 8
-    scaled_sums: bool = False
+    scaled_sums: int = 0
 
     @property
     def uses_bfloat16(self) -> bool:
@@ -170,7 +170,7 @@ class ScaledGemmConfig(KernelConfig):
     def name(self) -> str:
         """Short name, unique among the configs."""
         shape = f"{self.tile_m}x{self.tile_n}s{self.stages}p{self.packed_stages}"
-        sums = "a" * self.promote + "s" * self.scaled_sums
+        sums = "a" * self.promote + (f"s{self.scaled_sums}" if self.scaled_sums else "")
         how = f"g{self.groups}d{self.decoders}{sums}k{self.split}r{self.resident}b{self.band}"
         return f"gemm-floats-{self.kernel}-{self.a.name}-{self.b.name}-{self.out}-{self.source}-{shape}-{how}"
 
@@ -212,7 +212,7 @@ class ScaledGemmConfig(KernelConfig):
             "Source": source_type(self.source),
             "FormatA": self.a.dtype.upper(),
             "FormatB": self.b.dtype.upper(),
-            "ScaleA": self.a.scale.upper() or "void",
+            "ScaleA": "void" if self.scaled_sums else self.a.scale.upper() or "void",
             "ScaleB": self.b.scale.upper() or "void",
         }
 
@@ -266,7 +266,7 @@ def scaled_sums_config(a: OperandFormat, b: OperandFormat) -> ScaledGemmConfig:
     Parameters
     ----------
     a : OperandFormat
-        e4m3 or e5m2 with ue8m0 scales of 32 values.
+        e4m3 or e5m2 with ue8m0 scales of 32 values, or float32 ones of 128.
     b : OperandFormat
         e4m3 or e5m2 without block scales: of weights of 4 or 6 bits, what
         :meth:`cute_kernels.scaled_gemm.operand.FloatOperand.folded` makes.
@@ -281,11 +281,11 @@ def scaled_sums_config(a: OperandFormat, b: OperandFormat) -> ScaledGemmConfig:
     >>> scaled_sums_config(OperandFormat("e4m3", 32, "ue8m0"), OperandFormat("e4m3")).uses_bfloat16
     False
     """
-    if (a.bits, a.block, a.scale, a.tiles) != (8, 32, "ue8m0", False):
-        raise ValueError(f"a must be of 8 bits with ue8m0 scales of 32 values, got {a.name}")
+    if (a.bits, a.tiles) != (8, False) or (a.block, a.scale) not in ((32, "ue8m0"), (TILE, "float32")):
+        raise ValueError(f"a must be of 8 bits with ue8m0 scales of 32 values or float32 ones of {TILE}, got {a.name}")
     if (b.bits, b.block) != (8, 0):
         raise ValueError(f"b must be of 8 bits without block scales, got {b.name}; see FloatOperand.folded")
-    return _with_stages(ScaledGemmConfig("wgmma", a, b, "float32", scaled_sums=True))
+    return _with_stages(ScaledGemmConfig("wgmma", a, b, "float32", scaled_sums=a.block))
 
 
 @lru_cache(maxsize=4096)

@@ -16,7 +16,7 @@ from cute_kernels.jit.kernel import get_kernel
 from cute_kernels.jit.tma import tensor_map
 from cute_kernels.operands import Rows, aligned, is_ready
 from cute_kernels.scaled_gemm import sm100
-from cute_kernels.scaled_gemm.config import OperandFormat, ScaledGemmConfig, choose
+from cute_kernels.scaled_gemm.config import TILE, OperandFormat, ScaledGemmConfig, choose
 from cute_kernels.scaled_gemm.dequantize import dequantize, dequantize_first
 from cute_kernels.scaled_gemm.operand import FloatOperand, ScaledGemmProblem
 from cute_kernels.scaled_gemm.sm100 import PackedMatrix, Tcgen05Config, check_alignment, map_parameters
@@ -95,7 +95,18 @@ def choose_config(
     -------
     ScaledGemmConfig or SmallMConfig
         The small-M kernel if it supports the operands, else a tiled kernel.
+
+    Raises
+    ------
+    NotImplementedError
+        For float32 scales of 128 values.
     """
+    for name, fmt in (("a", a), ("b", b)):
+        if fmt.block == TILE:
+            raise NotImplementedError(
+                f"{name} must have no float32 scales of {TILE} values on a GPU, got {fmt.name}; their kernel, "
+                "scaled_sums_config(), has not run and is taken by name only"
+            )
     if supports_small_m(m, a, b, arch):
         return choose_small_m(m, n, k, a, b, out=out, source=source, num_sms=num_sms)
     if arch == "sm_90a":
@@ -103,11 +114,16 @@ def choose_config(
     return choose(m, n, k, a, b, arch, fast=fast, out=out, source=source, num_sms=num_sms)
 
 
+def _output_types(problem: ScaledGemmProblem) -> tuple[str, str]:
+    """Return the dtypes of the output and of c as configs name them."""
+    source = "none" if problem.c is None else str(problem.c.dtype).removeprefix("torch.")
+    return str(problem.out_dtype).removeprefix("torch."), source
+
+
 def select_scaled_config(problem: ScaledGemmProblem, arch: str, num_sms: int) -> Selection:
     """Return the config of a product; addresses and memory strides are read, nothing is computed."""
     m, n, k = problem.shape
-    out = str(problem.out_dtype).removeprefix("torch.")
-    source = "none" if problem.c is None else str(problem.c.dtype).removeprefix("torch.")
+    out, source = _output_types(problem)
     refused = ""
     if arch in ARCHES and os.environ.get(_ENABLE_TCGEN05) != "1":
         refused = f"the kernel of tcgen05.mma has not been run on any chip; {_ENABLE_TCGEN05}=1 takes it"
@@ -228,9 +244,11 @@ def scaled_gemm_cuda(
         If `config` is a Tcgen05Config that does not multiply these operands.
     """
     with device_of(out):
-        chosen = select_scaled_config(problem, current_arch(), num_sms(out.device.index)).config
-        if config is not None:
-            chosen = replace(config, out=chosen.out, source=chosen.source)
+        if config is None:
+            chosen = select_scaled_config(problem, current_arch(), num_sms(out.device.index)).config
+        else:
+            kind, source = _output_types(problem)
+            chosen = replace(config, out=kind, source=source)
         epilogue = epilogue_arguments(out, problem.a.scale, problem.b.scale, problem.bias, problem.c)
         if isinstance(chosen, Tcgen05Config):
             _launch_tcgen05(problem, chosen, epilogue)

@@ -14,8 +14,8 @@ from cute_kernels.floats import packed_bytes
 from cute_kernels.gemm.problem import check_float_tensor
 from cute_kernels.scaled_gemm.config import TILE, OperandFormat
 
-BLOCKS = (16, 32)
-BLOCK_SCALES = ("ue8m0", "e4m3")
+BLOCKS = (16, 32, TILE)
+BLOCK_SCALES = ("ue8m0", "e4m3", "float32")
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,11 +35,11 @@ class FloatOperand:
     scale : Tensor, shape (R,) or (), optional
         Per-row or per-tensor scale: float32, float16 or bfloat16.
     blocks : Tensor, shape (R, ceil(K / block)), optional
-        Block scales, uint8 bits of `scale_dtype`.
+        Block scales, uint8 bits of `scale_dtype`, or float32.
     block : int, default 0
-        Values per block scale along K: 16 or 32; 0 without `blocks`.
+        Values per block scale along K: 16 or 32, or 128 of float32; 0 without `blocks`.
     scale_dtype : str, default ""
-        Format of the block scales: ``"ue8m0"`` or ``"e4m3"``; empty without `blocks`.
+        Format of the block scales: ``"ue8m0"``, ``"e4m3"`` or ``"float32"``; empty without `blocks`.
     tiles : Tensor, shape (ceil(R / 128), ceil(K / 128)), optional
         float32 scales of 128 x 128 tiles; not together with `blocks`.
 
@@ -92,8 +92,12 @@ class FloatOperand:
             raise ValueError(f"block must be one of {BLOCKS}, got {self.block}")
         if self.scale_dtype not in BLOCK_SCALES:
             raise ValueError(f"scale_dtype must be one of {', '.join(BLOCK_SCALES)}, got {self.scale_dtype!r}")
-        if blocks.dtype != torch.uint8:
-            raise TypeError(f"blocks must be uint8, got {blocks.dtype}")
+        wide = self.scale_dtype == "float32"
+        if wide != (self.block == TILE):
+            raise ValueError(f"scale_dtype must be float32 for a block of {TILE} and only then, got block {self.block} "
+                             f"and scale_dtype {self.scale_dtype!r}")  # fmt: skip
+        if blocks.dtype != (torch.float32 if wide else torch.uint8):
+            raise TypeError(f"blocks must be {'float32' if wide else 'uint8'}, got {blocks.dtype}")
         expected = (self.rows, -(-self.k // self.block))
         if tuple(blocks.shape) != expected:
             raise ValueError(f"blocks must have the shape {expected}, got {tuple(blocks.shape)}")
@@ -182,7 +186,8 @@ class FloatOperand:
         unpacked = floats.unpack(self.packed_data, self.k, self.dtype)  # (R, K) uint8
         found = floats.decode(unpacked, self.dtype, out_dtype=dtype)  # (R, K)
         if self.blocks is not None:
-            scales = floats.decode(self.blocks, self.scale_dtype, out_dtype=dtype)  # (R, ceil(K / block))
+            wide = self.scale_dtype == "float32"
+            scales = self.blocks.to(dtype) if wide else floats.decode(self.blocks, self.scale_dtype, out_dtype=dtype)
             found *= scales.repeat_interleave(self.block, 1)[:, : self.k]  # (R, K)
         if self.tiles is not None:
             rows = self.tiles.to(dtype).repeat_interleave(TILE, 0)[: self.rows]  # (R, ceil(K / 128))

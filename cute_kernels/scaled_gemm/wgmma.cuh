@@ -5,7 +5,7 @@
 // groups multiply decoded ones by WGMMA, 64 rows of the tile each.
 // kPromote: Tensor Cores accumulate one K tile at a time and float32 additions do the rest; else all of K. A tile of 256 columns
 // reads less shared memory per product than one of 128; one of 192 has wider instructions than the two spans of 256.
-// kScaledSums: sums of 32 products are multiplied by A's block scales as they are added to those of the tile.
+// kScaledSums: sums of 32 or 128 products are multiplied by A's block scales as they are added to those of the tile.
 // kSplit CTAs of a cluster share K (split-K) and reduce through distributed shared memory.
 // Source: CUTLASS, SM90 warp-specialized kernels with fp8 promotion; OCP MX v1.0, section 6 (block scales).
 #pragma once
@@ -69,13 +69,13 @@ struct FloatGemm {
   // Whether registers hold the accumulators of two K tiles beside those of the tile, so that one K tile is multiplied while the
   // other is added. K tiles then go in pairs, of which the last can be beyond the matrix. No product is in flight between pairs:
   // at the end of a loop, the assembler would wait after each instruction.
-  static constexpr bool kOverlap = C::kPromote && !C::kScaledSums && kDecoders == 0 && kTileN == 128;
+  static constexpr bool kOverlap = C::kPromote && C::kScaledSums != 32 && kDecoders == 0 && kTileN == 128;
   static constexpr int kPair = kOverlap ? 2 : 1;
   using Accumulators = float[kRegisters];
   using Tile = float[kSpans][kRegisters];
 
   static_assert(kGroups * 64 == kTileM, "a group has 64 rows");
-  static_assert(!C::kScaledSums || (C::kPromote && kDecoders == 0 && kTileN == 128), "registers hold the sums of two blocks");
+  static_assert(C::kScaledSums == 0 || (C::kPromote && kDecoders == 0 && kTileN == 128), "registers hold the sums of two blocks");
   static_assert((kDecoders > 0) == (A::kDecoded || B::kDecoded), "decoders where something is to be decoded");
   static_assert(kSplit == 1 || (kGroups == 1 && kSpans == 1 && kRegisters % (16 * kSplit) == 0),
                 "blocks share a tile by 32 columns");
@@ -211,14 +211,23 @@ __device__ __forceinline__ void add_accumulators(float (&accum)[kRegisters], con
   }
 }
 
-// As mma_tile with block scales of A: the products of one block run while the sums of the one before are scaled and added.
+// The first of the two rows of a thread; the other one is eight further down.
+__device__ __forceinline__ int own_row(int row, int group) { return row + group * 64 + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4; }
+
+template <int kRegisters>
+__device__ __forceinline__ void add_scaled(float (&accum)[kRegisters], const float (&partial)[kRegisters], const float (&factors)[2]) {
+  CUTE_UNROLL
+  for (int r = 0; r < kRegisters; ++r) accum[r] = __fmaf_rn(partial[r], factors[r / 2 % 2], accum[r]);
+}
+
+// As mma_tile with scales of 32 values of A: the products of one block run while the sums of the one before are scaled and added.
 template <class C>
 __device__ __forceinline__ void mma_scaled_tile(const FloatGemm<C>& gemm, typename FloatGemm<C>::Accumulators& accum,
                                                 GemmPipelineState<C::kStages>& at, int group, const RowScales& scales_a,
                                                 const TileScales& scales_b, int row, int column) {
   using G = FloatGemm<C>;
   constexpr int kBlocks = RowScales::kBlocks;
-  const int own = row + group * 64 + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;  // and own + 8
+  const int own = own_row(row, group);
   typename G::Accumulators even = {}, odd = {};
   uint32_t low[kBlocks], high[kBlocks];  // scales of both rows in the next K tile
   float factors[kBlocks][2];
@@ -232,8 +241,7 @@ __device__ __forceinline__ void mma_scaled_tile(const FloatGemm<C>& gemm, typena
   };
   const auto add = [&](typename G::Accumulators& partial, int block) {
     fence_accumulators(partial);
-    CUTE_UNROLL
-    for (int r = 0; r < G::kRegisters; ++r) accum[r] = __fmaf_rn(partial[r], factors[block][r / 2 % 2], accum[r]);
+    add_scaled(accum, partial, factors[block]);
   };
   load_scales(gemm.begin);
   for (int part = gemm.begin; part < gemm.last; ++part, at.advance()) {
@@ -261,9 +269,9 @@ __device__ __forceinline__ void mma_scaled_tile(const FloatGemm<C>& gemm, typena
   }
 }
 
-template <class C>
+template <class C, class ScalesA>
 __device__ __forceinline__ void mma_tile(const FloatGemm<C>& gemm, typename FloatGemm<C>::Tile& accum,
-                                         GemmPipelineState<C::kStages>& at, int group, const TileScales& scales_a,
+                                         GemmPipelineState<C::kStages>& at, int group, const ScalesA& scales_a,
                                          const TileScales& scales_b, int row, int column) {
   using G = FloatGemm<C>;
   const auto free_stage = [&](int stage) {
@@ -278,19 +286,43 @@ __device__ __forceinline__ void mma_tile(const FloatGemm<C>& gemm, typename Floa
       mma_k_tile<C, true>(gemm, partial, at.stage, group);
       at.advance();
     };
-    const auto add = [&](typename G::Accumulators& partial, int part) {
+    const auto release = [&](typename G::Accumulators& partial) {
       fence_accumulators(partial);
       free_stage(stage);
       stage = stage + 1 == G::kStages ? 0 : stage + 1;
+    };
+    [[maybe_unused]] const auto add = [&](typename G::Accumulators& partial, int part) {
+      release(partial);
       add_accumulators<C::kTiled>(accum[0], partial, scales_a.at(row, part * G::kTileK) * scales_b.at(column, part * G::kTileK));
     };
-    for (int part = gemm.begin; part < gemm.last; part += 2) {
-      start(even);
-      start(odd);
-      warpgroup_wait<1>();
-      add(even, part);
-      warpgroup_wait<0>();
-      add(odd, part + 1);
+    if constexpr (C::kScaledSums == 128) {
+      const int own = own_row(row, group);
+      for (int part = gemm.begin; part < gemm.last; part += 2) {
+        float factors[2][2];
+        CUTE_UNROLL
+        for (int i = 0; i < 2; ++i) {
+          const int k = (part + i) * G::kTileK;
+          const float tile = C::kTiled ? scales_b.at(column, k) : 1.0f;
+          factors[i][0] = scales_a.at(own, k) * tile, factors[i][1] = scales_a.at(own + 8, k) * tile;
+        }
+        start(even);
+        start(odd);
+        warpgroup_wait<1>();
+        release(even);
+        add_scaled(accum[0], even, factors[0]);
+        warpgroup_wait<0>();
+        release(odd);
+        add_scaled(accum[0], odd, factors[1]);
+      }
+    } else {
+      for (int part = gemm.begin; part < gemm.last; part += 2) {
+        start(even);
+        start(odd);
+        warpgroup_wait<1>();
+        add(even, part);
+        warpgroup_wait<0>();
+        add(odd, part + 1);
+      }
     }
   } else if constexpr (C::kPromote) {
     typename G::Accumulators partial = {};
@@ -349,7 +381,7 @@ __device__ __forceinline__ void reduce_and_write_tile(const FloatGemm<C>& gemm, 
   write_fragment(to, total, row + thread / 32 * 16, column + 2 * kOwn * rank, thread % 32);
 }
 
-// ScalesA: TileScales, or RowScales if C::kScaledSums.
+// ScalesA: TileScales; RowScales or LineScales where sums of 32 or 128 products are scaled.
 template <class C, class ScalesA>
 __device__ void consumer_loop(const FloatGemm<C>& gemm, const GemmOutput<C>& to, int group, const ScalesA& scales_a,
                                 const TileScales& scales_b) {
@@ -357,7 +389,7 @@ __device__ void consumer_loop(const FloatGemm<C>& gemm, const GemmOutput<C>& to,
   GemmPipelineState<G::kStages> at;
   gemm.for_tiles([&](int row, int column) {
     typename G::Tile accum = {};
-    if constexpr (C::kScaledSums) mma_scaled_tile(gemm, accum[0], at, group, scales_a, scales_b, row, column);
+    if constexpr (C::kScaledSums == 32) mma_scaled_tile(gemm, accum[0], at, group, scales_a, scales_b, row, column);
     else mma_tile(gemm, accum, at, group, scales_a, scales_b, row, column);
     if constexpr (G::kSplit > 1) {
       reduce_and_write_tile(gemm, to, accum[0], row, column);
@@ -412,7 +444,8 @@ gemm_floats_wgmma(const __grid_constant__ TmaDescriptor a, const __grid_constant
     const GemmOutput<C> to{out, c, row_step ? row_scales : nullptr, column_step ? col_scales : nullptr, bias, pitch, c_pitch,
                            int(m), int(n), alpha, beta, 0.0f, 0.0f, vector != 0};
     const TileScales tiles_b = scale_args_b.of_tiles<typename G::B>();
-    if constexpr (C::kScaledSums) consumer_loop(gemm, to, group, scale_args_a.of_rows(m), tiles_b);
+    if constexpr (C::kScaledSums == 32) consumer_loop(gemm, to, group, scale_args_a.of_rows(m), tiles_b);
+    else if constexpr (C::kScaledSums == 128) consumer_loop(gemm, to, group, scale_args_a.of_lines(m), tiles_b);
     else consumer_loop(gemm, to, group, scale_args_a.of_tiles<typename G::A>(), tiles_b);
   } else if (G::kDecoders > 0 && group < G::kMany) {
     if constexpr (G::kShare) warp_group::setmaxnreg_dec<G::kDecoderRegisters>();

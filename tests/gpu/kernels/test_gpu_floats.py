@@ -81,7 +81,7 @@ def operand(kind: OperandFormat, rows: int, k: int, seed: int, largest: float | 
     if kind.block:
         shape = (rows, -(-k // kind.block))
         numbers = 2.0 ** torch.randint(-1, 2, shape, generator=generator(seed + 1), device="cuda").double()
-        blocks = floats.encode(numbers, kind.scale)
+        blocks = numbers.float() if kind.scale == "float32" else floats.encode(numbers, kind.scale)
         scales = {"blocks": blocks, "block": kind.block, "scale_dtype": kind.scale}
     if kind.tiles:
         shape = (-(-rows // 128), -(-k // 128))
@@ -152,6 +152,7 @@ def test_factors_of_blocks_and_tiles_reach_their_products(pair: tuple[OperandFor
 
 SUMS = [(OperandFormat(a, 32, "ue8m0"), OperandFormat(b, tiles=tiles))
         for a, b, tiles in (("e4m3", "e4m3", False), ("e5m2", "e4m3", True), ("e4m3", "e5m2", False))]  # fmt: skip
+SUMS += [(OperandFormat("e4m3", 128, "float32"), OperandFormat("e4m3", tiles=tiles)) for tiles in (False, True)]
 
 
 @needs_warp_groups

@@ -28,6 +28,7 @@ KINDS = [
     OperandFormat("e4m3", tiles=True), OperandFormat("e2m1", tiles=True),
 ]  # fmt: skip
 PAIRS = [(a, b) for a in KINDS for b in KINDS]
+LINES = OperandFormat("e4m3", 128, "float32")
 
 
 def operand(kind: OperandFormat, rows: int, k: int, seed: int = 0) -> FloatOperand:
@@ -39,6 +40,7 @@ def operand(kind: OperandFormat, rows: int, k: int, seed: int = 0) -> FloatOpera
     if kind.block:
         low, high = (120, 135) if kind.scale == "ue8m0" else (0, 0x7F)
         blocks = torch.randint(low, high, (rows, -(-k // kind.block)), generator=generator).to(torch.uint8)
+        blocks = torch.rand(blocks.shape, generator=generator) + 0.5 if kind.scale == "float32" else blocks
         scales = {"blocks": blocks, "block": kind.block, "scale_dtype": kind.scale}
     if kind.tiles:
         scales = {"tiles": torch.rand(-(-rows // 128), -(-k // 128), generator=generator) + 0.5}
@@ -49,13 +51,14 @@ def real(x: FloatOperand) -> Tensor:
     """The operand by its definition, element by element."""
     codes = floats.unpack(x.packed_data, x.k, x.dtype).tolist()
     values = floats.float_format(x.dtype).values
-    factors = floats.float_format(x.scale_dtype or "e4m3", scale=True).values
+    factors = [] if x.block == 128 else floats.float_format(x.scale_dtype or "e4m3", scale=True).values
     found = torch.zeros(x.rows, x.k, dtype=torch.float64)
     for row in range(x.rows):
         for k in range(x.k):
             found[row, k] = values[codes[row][k]]
             if x.blocks is not None:
-                found[row, k] *= factors[int(x.blocks[row, k // x.block])]
+                own = x.blocks[row, k // x.block]
+                found[row, k] *= float(own) if x.block == 128 else factors[int(own)]
             if x.tiles is not None:
                 found[row, k] *= float(x.tiles[row // 128, k // 128])
     return found
@@ -94,7 +97,11 @@ def test_what_a_block_scale_spans_in_e4m3() -> None:
 def test_sums_are_scaled_for_bytes_with_scales_of_32_and_bytes_without() -> None:
     mx, plain = OperandFormat("e4m3", 32, "ue8m0"), OperandFormat("e5m2")
     config = scaled_sums_config(mx, plain._replace(tiles=True))
-    assert config.scaled_sums and config.tile_k == 128 and not config.uses_bfloat16 and "ask1" in config.name
+    assert config.scaled_sums == 32 and config.tile_k == 128 and not config.uses_bfloat16 and "as32k1" in config.name
+    assert scaled_sums_config(LINES, plain).scaled_sums == 128
+    for a, b in ((LINES, plain), (plain, LINES)):
+        with pytest.raises(NotImplementedError, match="float32 scales of 128 values on a GPU, got e4m3x128float32"):
+            choose_config(512, 512, 512, a, b, "sm_90a")
     for a, b, name in ((plain, plain, "a"), (OperandFormat("e2m1", 32, "ue8m0"), plain, "a"),
                        (mx, OperandFormat("e2m1"), "b"), (mx, mx, "b")):  # fmt: skip
         with pytest.raises(ValueError, match=f"^{name} must be of 8 bits"):
@@ -102,9 +109,9 @@ def test_sums_are_scaled_for_bytes_with_scales_of_32_and_bytes_without() -> None
     assert not any(each.scaled_sums for a, b in PAIRS for each in candidates(a, b, "sm_90a"))
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", [*KINDS, LINES], ids=lambda kind: kind.name)
 def test_values_are_those_of_the_definition(kind: OperandFormat) -> None:
-    x = operand(kind, 130, 37)
+    x = operand(kind, 130, 37 if kind.block < 128 else 137)
     assert x.format == kind
     assert torch.equal(x.values(torch.float64), real(x))
 
@@ -177,8 +184,10 @@ BLOCKS = torch.zeros(4, 1, dtype=torch.uint8)
         (lambda: replace(X, scale=torch.ones(5)), ValueError, "scale must have the shape (4,) or (), got (5,)"),
         (lambda: replace(X, scale=torch.ones(4).double()), TypeError, "scale must be one of torch.float32, "),
         (lambda: replace(X, blocks=BLOCKS), ValueError, "blocks, block and scale_dtype must be given together, got block 0 and scale_dtype ''"),
-        (lambda: replace(X, blocks=BLOCKS, block=8, scale_dtype="ue8m0"), ValueError, "block must be one of (16, 32), got 8"),
-        (lambda: replace(X, blocks=BLOCKS, block=16, scale_dtype="e5m2"), ValueError, "scale_dtype must be one of ue8m0, e4m3, got 'e5m2'"),
+        (lambda: replace(X, blocks=BLOCKS, block=8, scale_dtype="ue8m0"), ValueError, "block must be one of (16, 32, 128), got 8"),
+        (lambda: replace(X, blocks=BLOCKS, block=128, scale_dtype="e4m3"), ValueError, "scale_dtype must be float32 for a block of 128 and only then, got block 128 and scale_dtype 'e4m3'"),
+        (lambda: replace(X, blocks=BLOCKS, block=128, scale_dtype="float32"), TypeError, "blocks must be float32, got torch.uint8"),
+        (lambda: replace(X, blocks=BLOCKS, block=16, scale_dtype="e5m2"), ValueError, "scale_dtype must be one of ue8m0, e4m3, float32, got 'e5m2'"),
         (lambda: replace(X, blocks=BLOCKS[:2], block=16, scale_dtype="e4m3"), ValueError, "blocks must have the shape (4, 1), got (2, 1)"),
         (lambda: replace(X, tiles=torch.ones(2, 1)), ValueError, "tiles must have the shape (1, 1), got (2, 1)"),
         (lambda: replace(X, tiles=torch.ones(1, 1).half()), TypeError, "tiles must be float32, got torch.float16"),

@@ -68,12 +68,14 @@ def test_the_kernel_is_made_of_the_instructions_that_were_meant(
 
 
 @pytest.mark.parametrize("tiles", [False, True])
-def test_sums_of_one_block_are_scaled_while_the_next_are_made(tiles: bool, kernel_cache: None) -> None:
-    config = scaled_sums_config(MX, OperandFormat("e4m3", tiles=tiles))
+@pytest.mark.parametrize(
+    ("a", "loop"), [(MX, r"mm1f+m1f+m1f+0"), (OperandFormat("e4m3", 128, "float32"), r"m{8}1f{64}0")], ids=["32", "128"]
+)
+def test_sums_are_scaled_while_the_next_are_made(a: OperandFormat, loop: str, tiles: bool, kernel_cache: None) -> None:
+    config = scaled_sums_config(a, OperandFormat("e4m3", tiles=tiles))
     sass = lean_sass(build(config.translation_unit("sm_90a")), "")
     seen = re.findall(r"\b(QGMMA|WARPGROUP\.DEPBAR|FFMA)\b(?:\S* gsb0, (0x\d))?", sass)
-    loop = "".join({"QGMMA": "m", "FFMA": "f"}.get(name, left[-1:]) for name, left in seen)
-    loop = loop[loop.index("m") : loop.index("0") + 1]
-    assert (
-        re.fullmatch(r"mm1f+m1f+m1f+0", loop) and loop.count("f") >= 144
-    )  # 64 a block, some of the last behind the wait
+    text = "".join({"QGMMA": "m", "FFMA": "f"}.get(name, left[-1:]) for name, left in seen)
+    text = text[text.index("m") : text.index("0") + 1]
+    # 64 additions a block; some of those before the last wait are behind it
+    assert re.fullmatch(loop, text) and (a != MX or text.count("f") >= 144)
