@@ -23,6 +23,7 @@ __all__ = [
 
 SCALE_BYTES = 4  # of a token, float32
 REDUCE_BYTES = {"exact": 4, "bfloat16": 2, "int8": 1}
+COPIED_BLOCK = 1 << 22  # bytes of a rank's rows from which bfloat16 sums are copied beside products, inside of a host
 
 
 @dataclass(frozen=True)
@@ -198,8 +199,8 @@ def layer_seconds(
     """Return the time of a layer's kernels and exchanges on a cluster; one GPU quantizes its tokens and multiplies.
 
     Beside the product: passes over activations (their amaxes, where ranks hold parts of K) and over sums, and what
-    travels, of which inside of a host the product of a rank's own tokens hides a part. Parameters as of
-    :func:`traffic`.
+    travels, of which inside of a host products hide a part: that of a rank's own tokens, or those of the rows of the
+    ranks that follow. Parameters as of :func:`traffic`.
 
     Examples
     --------
@@ -220,7 +221,10 @@ def layer_seconds(
     else:
         moved = (3.0 if static or ranks == 1 else 5.0) * tokens * layer.inner / ranks
         if ranks > 1:
-            travels = sent + (1 if static else 2) * cluster.latency
+            copied = cut_tokens and reduce == "bfloat16" and ranks <= cluster.per_host
+            copied = copied and REDUCE_BYTES[reduce] * part * layer.out >= COPIED_BLOCK
+            hidden = product * (1 - 1 / ranks) if copied else 0.0
+            travels = max(0.0, sent - hidden) + (1 if static else 2) * cluster.latency
             moved += part * layer.out * (6 if reduce == "exact" else 4)  # scales, or adds a bias
             moved += 2.0 * tokens * layer.out if reduce == "exact" else 0.0  # 32 bits of a product, not 16
     return product + moved / cluster.passes + travels

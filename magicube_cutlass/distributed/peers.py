@@ -17,9 +17,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from magicube_cutlass.distributed.cost_model import COPIED_BLOCK
+
 Combine = Callable[..., Tensor]
 _SWITCH = "MAGICUBE_PEERS"
-_LEAST_BLOCK = 1 << 22  # bytes of a rank's rows from which sums are copied beside products
 _PATIENCE_MS = 600_000  # that a GPU waits for the others before its kernel fails: as long as NCCL does by default
 # By group, not by its name: another one may follow it.
 _found: WeakKeyDictionary[Any, Peers | None] = WeakKeyDictionary()
@@ -208,7 +209,7 @@ class Peers:
         memory, handle = found
         every = [each[:nbytes].view(dtype).view(self.ranks, -1, size[1]) for each in memory]  # (ranks, rows, M) each
         own, part = every[self.rank], size[0] // self.ranks
-        if nbytes < _LEAST_BLOCK * self.ranks:
+        if nbytes < COPIED_BLOCK * self.ranks:
             _fill(own.view(size), lambda out: write(out, slice(0, size[0])))
             handle.barrier(0, _PATIENCE_MS)
             total = self._combined([each[self.rank] for each in every], torch.add)

@@ -173,7 +173,7 @@ def check_parallel_styles(mesh: DeviceMesh) -> None:
                     assert counts == {name: n for name, n in wanted.items() if n}, counts
         for reduce, limit in (("bfloat16", 0.02), ("int8", 0.03)):
             for out, least in ((Replicate(), 1), (Shard(1), 1 << 22), (Shard(1), 1)):  # sums as a whole, and by blocks
-                with torch.no_grad(), mock.patch("magicube_cutlass.distributed.peers._LEAST_BLOCK", least):
+                with torch.no_grad(), mock.patch("magicube_cutlass.distributed.peers.COPIED_BLOCK", least):
                     plan = {
                         "0": md.SparseColwise(),
                         "2": md.SparseRowwise(reduce=reduce, output_layouts=out, use_local_output=False),

@@ -100,7 +100,7 @@ def test_rows_of_all_ranks_are_summed(rank: int, blocks: bool, monkeypatch: pyte
     peers._beside = beside  # type: ignore[assignment]
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: here)
     monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
-    monkeypatch.setattr("magicube_cutlass.distributed.peers._LEAST_BLOCK", 40 if blocks else 41)
+    monkeypatch.setattr("magicube_cutlass.distributed.peers.COPIED_BLOCK", 40 if blocks else 41)
     for is_elsewhere in (False, True):
         written: list[slice] = []
 
