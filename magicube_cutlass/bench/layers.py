@@ -6,6 +6,7 @@ product of the quantized operands. torch's dynamic layer is not exact without VN
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -16,15 +17,19 @@ from torch import Tensor, nn
 
 from magicube_cutlass.bench.problems import dynamic_linear, onnx_linear
 from magicube_cutlass.bench.timing import measure
+from magicube_cutlass.nn.config import QuantConfig
+from magicube_cutlass.nn.dense.linear import QuantLinear, quantize_weight
 from magicube_cutlass.nn.linear import SparseQuantLinear
 from magicube_cutlass.quantization.quantize import quantize
 
 SHAPES = ((384, 384), (1536, 384), (384, 1536), (4096, 4096))  # out, in
 TOKENS = (1, 2, 4, 16, 64, 400)
 SPARSITIES = (0.0, 0.5, 0.9)
-OURS = "ours, "  # and the share of zeros: names of our layers
+OURS = "ours, "  # and the share of zeros, or the format of dense weights: names of our layers
 SPARSE = ("torch CSR, ", "scipy CSR, ")  # float32 products of the same zeros
 _MOST = 2**31  # multiply-adds of a product
+# Relative errors that activations of a format may cause; without one, what 16-bit floats round.
+_ERRORS = {"none": 0.004, "int8": 0.02, "e4m3": 0.05, "e4m3_g128": 0.05, "mxfp8": 0.05, "mxfp4": 0.25, "nvfp4": 0.2}
 
 
 class LayerTimes(NamedTuple):
@@ -102,6 +107,35 @@ def check_layer(layer: SparseQuantLinear, x: Tensor, name: str) -> None:
         raise ArithmeticError(f"{name}: the layer is not the exact product")
 
 
+def format_config(text: str) -> QuantConfig:
+    """Return the options of dense weights by their short name: a format, a group size, a format of activations.
+
+    Raises
+    ------
+    ValueError
+        For another text, and as :class:`QuantConfig`.
+
+    Examples
+    --------
+    >>> format_config("int4-g32:none").group_size, format_config("mxfp4").act
+    (32, 'mxfp8')
+    """
+    found = re.fullmatch(r"(\w+?)(?:-g(\d+))?(?::(\w+))?", text)
+    if found is None:
+        raise ValueError(f"format must be WEIGHT, WEIGHT-gGROUP or WEIGHT:ACTIVATIONS, such as int4-g128, got {text!r}")
+    return QuantConfig(found[1], int(found[2]) if found[2] else None, act=found[3] or "")
+
+
+def check_format(layer: QuantLinear, linear: nn.Linear, x: Tensor, found: Tensor, name: str) -> None:
+    """Raise `ArithmeticError` unless an output is near that of the weight in its format and float activations."""
+    weight = quantize_weight(linear.weight, layer.config).dequantize().double()  # (out, in)
+    expected = x.double() @ weight.mT + linear.bias.double()
+    error = float((found.double() - expected).norm() / expected.norm())
+    most = _ERRORS[layer.config.act]
+    if not error <= most:
+        raise ArithmeticError(f"{name}: the layer must be within {most} of the product of its weight, got {error:.2g}")
+
+
 @torch.inference_mode()
 def time_layers(
     out: int,
@@ -113,6 +147,7 @@ def time_layers(
     *,
     device: str = "cpu",
     has_sparse_baselines: bool = False,
+    formats: Sequence[str] = (),
 ) -> Iterator[LayerTimes]:
     """Time layers of one shape with torch's threads.
 
@@ -132,6 +167,8 @@ def time_layers(
         ``"cuda"`` times whole calls, the wait for the GPU included.
     has_sparse_baselines : bool, default False
         Time the products of torch's and scipy's CSR as well.
+    formats : sequence of str
+        Of dense weights, frozen, with bias, as :func:`format_config` takes them; on a GPU from and to float16 inside.
 
     Yields
     ------
@@ -140,7 +177,9 @@ def time_layers(
     Raises
     ------
     ArithmeticError
-        If an output is not the exact product.
+        If an output is not the exact product, or, of a format, not near it.
+    ValueError
+        For a format that does not exist, or does not fit the features.
     """
     torch.manual_seed(out + inner)
     linear = nn.Linear(inner, out, device=device)
@@ -148,7 +187,10 @@ def time_layers(
         f"{OURS}{zeros:g}": SparseQuantLinear.from_linear(linear, zeros, vector_length).eval().freeze()
         for zeros in sparsities
     }
+    dense = {f"{OURS}{text}": QuantLinear.from_linear(linear, format_config(text)).eval().freeze() for text in formats}
     calls: dict[str, Callable[[Tensor], object]] = {**baselines(nn.Linear(inner, out, device=device)), **ours}
+    for name, each in dense.items():
+        calls[name] = each if device == "cpu" else partial(_in_halves, each.half())
     if has_sparse_baselines and device == "cpu":
         for zeros, layer in zip(sparsities, ours.values(), strict=True):
             calls |= sparse_names(layer, zeros) if zeros >= 0.5 else {}
@@ -159,9 +201,18 @@ def time_layers(
         x = torch.randn(count, inner, device=device)
         for name, layer in ours.items():
             check_layer(layer, x, f"{out} x {inner}, {count} tokens, {name}")
+        for name, each in dense.items():
+            found = calls[name](x)
+            assert isinstance(found, Tensor)
+            check_format(each, linear, x, found, f"{out} x {inner}, {count} tokens, {name}")
         times = measure({name: partial(call, x) for name, call in calls.items()}, budget=budget, synchronize=wait)
         best = {name: each.best * 1e6 for name, each in times.items()}
         yield LayerTimes(out, inner, count, best, {name: each.median * 1e6 for name, each in times.items()})
+
+
+def _in_halves(layer: QuantLinear, x: Tensor) -> Tensor:
+    found: Tensor = layer(x.half())
+    return found.float()
 
 
 def as_row(times: LayerTimes) -> dict[str, object]:

@@ -18,7 +18,15 @@ if TYPE_CHECKING:
 
     from magicube_cutlass.bench.layers import LayerTimes
 
-_WIDTH = 200  # columns of the table at least: a row that is cut says nothing
+
+def _print_whole(table: Table) -> None:
+    """Print a table as wide as it is: a row that is cut says nothing."""
+    from rich.measure import Measurement
+
+    console = output()
+    needed = Measurement.get(console, console.options.update(max_width=10_000), table).maximum
+    console.width = max(console.width, needed)
+    console.print(table)
 
 
 def layer_table(found: Sequence[LayerTimes]) -> Table:
@@ -82,9 +90,7 @@ def _replay(folder: Path, budget: float, as_json: bool) -> None:
         times = ["" if us is None else f"{us:.1f}" for us in (each.us, each.best_us)]
         operands = ", ".join(short(value) for value in each.operands.values())
         table.add_row(each.operator.rpartition(".")[2], operands, *times, each.note)
-    console = output()
-    console.width = max(console.width, _WIDTH)
-    console.print(table)
+    _print_whole(table)
 
 
 def bench(
@@ -99,13 +105,21 @@ def bench(
     sparsity: Annotated[
         list[float] | None, typer.Option(min=0.0, max=1.0, help="Share of zeros; may be repeated.")
     ] = None,
+    formats: Annotated[
+        list[str] | None,
+        typer.Option("--format", help="Dense weights: int8, int4-g128, mxfp4:none, ...; may be repeated."),
+    ] = None,
     vector_length: VectorLength = None,
     threads: Annotated[int, typer.Option(min=1, help="Threads of torch and of the engine.")] = 1,
     budget: Annotated[float, typer.Option(min=0.0, help="Seconds per layer and number of tokens.")] = 0.2,
     device: Device = "cpu",
     as_json: Json = False,
 ) -> None:
-    """Time linear layers on this machine, float32 to float32, and check that ours are exact; or replay a trace."""
+    """Time linear layers on this machine, float32 to float32, and check that ours are exact; or replay a trace.
+
+    A format is of weights, with a group size and a format of activations (none: weight-only) if these are given; with
+    one, layers of zeros are timed only if a sparsity is given too.
+    """
     if folder is not None:
         if not folder.is_dir():
             raise FileNotFoundError(f"No such folder: {str(folder)!r}")
@@ -121,6 +135,7 @@ def bench(
 
     if chosen == "cpu" and not engine.available():
         raise typer.BadParameter("the compiled CPU engine is missing: pip install .")
+    zeros = sparsity or (() if formats else layers.SPARSITIES)
     before = torch.get_num_threads()
     found: list[LayerTimes] = []
     torch.set_num_threads(threads)
@@ -128,16 +143,14 @@ def bench(
         for out, inner in shapes or layers.SHAPES:
             with working(f"timing {out} x {inner}"):
                 found += layers.time_layers(
-                    out, inner, tokens or layers.TOKENS, sparsity or layers.SPARSITIES, vector_length or 8, budget,
-                    device=chosen, has_sparse_baselines=True,
+                    out, inner, tokens or layers.TOKENS, zeros, vector_length or 8, budget, device=chosen,
+                    has_sparse_baselines=True, formats=formats or (),
                 )  # fmt: skip
         if not found:
             raise ValueError("tokens must give products of at most 2^31 multiply-adds, got none")
         if as_json:
             print_json({"machine": provenance(), **layer_report(found, device=chosen)})
         else:
-            console = output()
-            console.width = max(console.width, _WIDTH)
-            console.print(layer_table(found))
+            _print_whole(layer_table(found))
     finally:
         torch.set_num_threads(before)

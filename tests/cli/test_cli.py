@@ -143,6 +143,37 @@ def test_bench_times_exact_layers_of_the_shapes_asked_for() -> None:
     assert {"float32", "ours, 0.5"} <= set(report["results"][0]["us"]) and report["machine"]["torch"]
 
 
+@needs_engine
+def test_bench_times_dense_weights_in_formats() -> None:
+    formats = ("int8", "int4-g16", "int4-g16:none", "mxfp4", "nvfp4:none", "e4m3")
+    options = (
+        "--shape",
+        "40x64",
+        "--tokens",
+        3,
+        "--budget",
+        0,
+        *(each for name in formats for each in ("--format", name)),
+    )
+    text = run("bench", *options)
+    assert all(f"ours, {name}" in text for name in formats) and "..." not in text and "\u2026" not in text
+    (row,) = json.loads(run("bench", *options, "--sparsity", 0.5, "--json"))["results"]
+    assert {f"ours, {name}" for name in (*formats, "0.5")} == {name for name in row["us"] if name.startswith("ours")}
+
+
+def test_a_layer_far_from_its_weight_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mc.nn.QuantLinear, "forward", lambda self, x: torch.ones(x.shape[0], 40))
+    with pytest.raises(ArithmeticError, match="40 x 64, 3 tokens, ours, int4: the layer must"):
+        next(time_layers(40, 64, (3,), (), formats=("int4",)))
+
+
+def test_bench_names_a_wrong_format(capsys: pytest.CaptureFixture[str]) -> None:
+    if engine.available():
+        for text, words in (("int4-32", "format must be WEIGHT, WEIGHT-gGROUP"), ("int5", "weight must be one of"),
+                            ("int4:fp8", "act must be one of"), ("int4-g3", "group_size must")):  # fmt: skip
+            assert words in fail(capsys, "bench", "--shape", "48x40", "--tokens", 1, "--format", text), text
+
+
 def test_bench_names_a_wrong_shape(capsys: pytest.CaptureFixture[str]) -> None:
     if engine.available():
         assert "shape must be OUTxIN" in fail(capsys, "bench", "--shape", "40,48")
