@@ -222,6 +222,22 @@ def render_layers() -> str:
     return f"{grid(head, rows)}\n\n{source('gpu_layers_h200')}"
 
 
+def render_short_layers() -> str:
+    """The same from float16 for readers, with the speed-up of dynamic scales over the fastest dense layer."""
+    rows = []
+    for case in results("gpu_layers_h200")["cases"]:
+        out, inner, tokens = case["shape"]
+        us = {name: way["behind"] for name, way in case["us"].items()}
+        if case["dtype"] == "float16":
+            fastest = min(us["linear"], us.get("fp8, static", us["linear"]))
+            ways = (us.get(way) for way in ("ours, dynamic", "ours, static", "fp8, static", "linear"))
+            times = [f"{way:.1f}" if way else "-" for way in ways]
+            rows.append([f"{out} x {inner}, {tokens}", *times, f"{fastest / us['ours, dynamic']:.2f}x"])
+    head = ["outputs x inputs, tokens", "magicube, dynamic scales", "static scales", "dense fp8, static scale",
+            "dense float16", "speed-up over the faster dense layer"]  # fmt: skip
+    return f"{grid(head, rows)}\n\n{source('gpu_layers_h200')}"
+
+
 def render_few_rows() -> str:
     """Few rows times packed weights on a GPU: microseconds, weights cold, and the time of torch's fp8 over each."""
     names = ("int4_g128", "int4_g32", "int4_g32_min", "mxfp4", "nvfp4", "mxfp6", "int8", "e4m3")
@@ -363,6 +379,7 @@ SECTIONS: tuple[tuple[str, str, Callable[[], str]], ...] = (
     ("choose-tolerance", "docs/choose.md", render_choose_tolerance),
     ("attention-times", "docs/performance/gpu.md", render_attention),
     ("layers-times", "docs/lab/performance.md", render_layers),
+    ("short-layers", "docs/performance/gpu.md", render_short_layers),
     ("few-rows", "docs/lab/performance.md", render_few_rows),
     ("few-rows-layers", "docs/lab/performance.md", render_few_rows_layers),
     ("few-rows-int8", "docs/lab/performance.md", render_few_rows_int8),
