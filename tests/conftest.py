@@ -33,6 +33,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=NO_DEVICE))
 
 
+def pytest_configure() -> None:
+    torch.set_num_threads(1)  # as `make test` has it: float products of torch depend on them in the last place
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     torch.manual_seed(zlib.crc32(item.nodeid.partition("::")[0].encode()))  # data do not depend on the order
 
