@@ -279,6 +279,14 @@ class DenseProduct:
             self._copy = found
         return found
 
+    def predicted_seconds(self, rows: int) -> float | None:
+        """Return the predicted time of the few-rows product; None for other products and for more rows than a tile."""
+        from cute_kernels.few_rows.cost import MOST_ROWS, few_rows_seconds
+        from magicube_cutlass.nn.dense.few_rows import few_rows_format
+
+        name = few_rows_format(self.weight) if self.backend == "few_rows" else None
+        return few_rows_seconds(name, rows, *self.shape) if name is not None and 1 <= rows <= MOST_ROWS else None
+
     def describe(self) -> str:
         """Return what multiplies, in words."""
         on_engine = self.backend == "engine"
