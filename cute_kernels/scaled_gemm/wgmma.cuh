@@ -184,8 +184,8 @@ __device__ __forceinline__ void mma_k_tile(const FloatGemm<C>& gemm, typename Fl
 
 // The products of 32 values of K, from `k` on in a K tile, for a warp group's rows.
 template <class C>
-__device__ __forceinline__ void mma_scale_block(const FloatGemm<C>& gemm, typename FloatGemm<C>::Accumulators& accum, int stage, int group,
-                                          int k) {
+__device__ __forceinline__ void mma_scale_block(const FloatGemm<C>& gemm, typename FloatGemm<C>::Accumulators& accum, int stage,
+                                                int group, int k) {
   using G = FloatGemm<C>;
   const uint64_t a = smem_descriptor<128>(shared_address(gemm.ready_a(stage))) + (group * 64 * 128 >> 4);
   const uint64_t b = smem_descriptor<128>(shared_address(gemm.ready_b(stage)));
