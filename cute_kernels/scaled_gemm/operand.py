@@ -143,7 +143,8 @@ class FloatOperand:
         Returns
         -------
         FloatOperand or None
-            Exact, or None; the operand itself without block scales of ue8m0.
+            Exact, or None, also where a scale is NaN or float32 does not hold that of a row; the operand itself without
+            block scales of ue8m0.
 
         Examples
         --------
@@ -155,18 +156,22 @@ class FloatOperand:
         """
         if self.blocks is None or self.scale_dtype != "ue8m0":
             return self
-        unpacked = floats.decode(floats.unpack(self.packed_data, self.k, self.dtype), self.dtype)  # (R, K)
+        unpacked = floats.decode(floats.unpack(self.packed_data, self.k, self.dtype), self.dtype).double()  # (R, K)
         binades = torch.frexp(unpacked).exponent  # (R, K): |x| below two to this
         exponent = (self.blocks.int() - 127).repeat_interleave(self.block, 1)[:, : self.k]  # (R, K)
         least = torch.iinfo(torch.int32).min
         top = torch.where(unpacked == 0, least, binades + exponent).amax(1, keepdim=True)  # (R, 1)
         base = torch.where(top == least, 0, top - 9).clamp(-126, 127)  # below 2^9; 480 is no e4m3
-        for shift in (0, 1):
-            y = torch.ldexp(unpacked.double(), exponent - base - shift).float()  # (R, K)
-            codes = floats.encode(y.clamp(-448, 448), "e4m3")
-            if torch.equal(floats.decode(codes, "e4m3"), y):
-                scale = torch.ldexp(torch.ones_like(base, dtype=torch.float32), base + shift)[:, 0]  # (R,)
-                scale = scale if self.scale is None else scale * self.scale.float()
+        is_nan = bool((self.blocks == 255).any())
+        for shift in () if is_nan else (0, 1):
+            y = torch.ldexp(unpacked, exponent - base - shift)  # (R, K)
+            codes = floats.encode(y.clamp(-448, 448).float(), "e4m3")
+            wide = torch.ldexp(
+                torch.ones(self.rows, dtype=torch.float64, device=self.device), base[:, 0] + shift
+            )  # (R,)
+            wide = wide if self.scale is None else wide * self.scale.double()
+            scale = wide.float()
+            if torch.equal(floats.decode(codes, "e4m3").double(), y) and torch.equal(scale.double(), wide):
                 return FloatOperand(codes, "e4m3", self.k, scale)
         return None
 

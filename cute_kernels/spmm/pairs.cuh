@@ -4,7 +4,6 @@
 // neighboring vector row 32.
 #pragma once
 
-#include "device/pipeline.cuh"
 #include "device/warpgroup.cuh"
 #include "spmm/common.cuh"
 
@@ -80,7 +79,7 @@ struct PairOutput {
   // Store results of both rows in the column of unit u.
   __device__ void store(uint32_t value, const Place& place, int u) const {
     Out* const to = place.first + column_of(u) * at.rows;
-    if (kWhole) {
+    if constexpr (kWhole) {
       *reinterpret_cast<uint32_t*>(to) = value;
       return;
     }

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from magicube_cutlass.bench.problems import dynamic_linear, onnx_linear
 from magicube_cutlass.bench.timing import measure
 from magicube_cutlass.nn.config import QuantConfig
-from magicube_cutlass.nn.dense.linear import QuantLinear, quantize_weight
+from magicube_cutlass.nn.dense.linear import QuantLinear
 from magicube_cutlass.nn.linear import SparseQuantLinear
 from magicube_cutlass.quantization.quantize import quantize
 
@@ -126,10 +126,10 @@ def format_config(text: str) -> QuantConfig:
     return QuantConfig(found[1], int(found[2]) if found[2] else None, act=found[3] or "")
 
 
-def check_format(layer: QuantLinear, linear: nn.Linear, x: Tensor, found: Tensor, name: str) -> None:
+def check_format(layer: QuantLinear, x: Tensor, found: Tensor, name: str) -> None:
     """Raise `ArithmeticError` unless an output is near that of the weight in its format and float activations."""
-    weight = quantize_weight(linear.weight, layer.config).dequantize().double()  # (out, in)
-    expected = x.double() @ weight.mT + linear.bias.double()
+    assert layer.bias is not None
+    expected = x.double() @ layer.dequantize().double().mT + layer.bias.double()
     error = float((found.double() - expected).norm() / expected.norm())
     most = _ERRORS[layer.config.act]
     if not error <= most:
@@ -204,7 +204,7 @@ def time_layers(
         for name, each in dense.items():
             found = calls[name](x)
             assert isinstance(found, Tensor)
-            check_format(each, linear, x, found, f"{out} x {inner}, {count} tokens, {name}")
+            check_format(each, x, found, f"{out} x {inner}, {count} tokens, {name}")
         times = measure({name: partial(call, x) for name, call in calls.items()}, budget=budget, synchronize=wait)
         best = {name: each.best * 1e6 for name, each in times.items()}
         yield LayerTimes(out, inner, count, best, {name: each.median * 1e6 for name, each in times.items()})

@@ -209,8 +209,13 @@ class Peers:
         memory, handle = found
         every = [each[:nbytes].view(dtype).view(self.ranks, -1, size[1]) for each in memory]  # (ranks, rows, M) each
         own, part = every[self.rank], size[0] // self.ranks
+
+        def fill(to: Tensor, first: int, last: int) -> None:
+            """Have the rows of some ranks written."""
+            _fill(to, lambda out: write(out, slice(first * part, last * part)))
+
         if nbytes < COPIED_BLOCK * self.ranks:
-            _fill(own.view(size), lambda out: write(out, slice(0, size[0])))
+            fill(own.view(size), 0, self.ranks)
             handle.barrier(0, _PATIENCE_MS)
             total = self._combined([each[self.rank] for each in every], torch.add)
             handle.barrier(1, _PATIENCE_MS)
@@ -218,12 +223,12 @@ class Peers:
         here, parts = torch.cuda.current_stream(), list(own.new_empty(own.shape))  # this rank's rows of every rank
         for step in range(1, self.ranks):
             other, source = (self.rank + step) % self.ranks, (self.rank - step) % self.ranks
-            _fill(own[other], lambda out, i=other: write(out, slice(i * part, (i + 1) * part)))  # type: ignore[misc]
+            fill(own[other], other, other + 1)
             handle.barrier(0, _PATIENCE_MS)
             self._beside.wait_stream(here)
             with torch.cuda.stream(self._beside):
                 parts[source].copy_(every[source][self.rank])
-        _fill(parts[self.rank], lambda out: write(out, slice(self.rank * part, (self.rank + 1) * part)))
+        fill(parts[self.rank], self.rank, self.rank + 1)
         here.wait_stream(self._beside)
         handle.barrier(1, _PATIENCE_MS)
         return self._combined(parts, torch.add)

@@ -78,10 +78,8 @@ def test_block_scales_fold_into_e4m3_exactly_or_not_at_all(dtype: str) -> None:
             if found is not None:
                 assert found.format == OperandFormat("e4m3") and found.scale is not None
                 rows = torch.ones(60) if scale is None else scale
-                small = given.values(torch.float64) * rows.double()[:, None]
-                exact = found.values(torch.float64) * found.scale.double()[:, None]
-                normal = first > 0  # the smallest scales of rows are below the range of float32
-                assert torch.equal(exact, small) or not normal
+                expected = given.values(torch.float64) * rows.double()[:, None]
+                assert torch.equal(found.values(torch.float64) * found.scale.double()[:, None], expected)
     wide = replace(x, blocks=None, block=0, scale_dtype="")
     assert wide.folded() is wide
 
@@ -92,6 +90,33 @@ def test_what_a_block_scale_spans_in_e4m3() -> None:
         blocks = torch.tensor([[127, 127 - apart], [127 - apart, 127]], dtype=torch.uint8)
         found = FloatOperand(packed, "e2m1", k=64, blocks=blocks, block=32, scale_dtype="ue8m0").folded()
         assert (found is None) == (apart > 14), apart  # 6 becomes 384, and 0.5 * 2^-14 the smallest e4m3
+
+
+@pytest.mark.parametrize(
+    ("values", "blocks", "scale", "folds"),
+    [
+        ((6.0, 6.0), (254, 254), None, True),
+        ((1.0, 1.0), (0, 0), None, True),
+        ((6.0, 1.0), (254, 0), None, False),  # the second is 2^-254 of the first
+        ((0.0, 1.0), (254, 0), None, True),
+        ((1.0, 1.0), (127, 255), None, False),  # NaN
+        ((0.0, 0.0), (255, 127), None, False),
+        ((1.0, 1.0), (0, 0), 1.3 * 2.0**-20, False),  # the product of scales loses bits, or is infinite
+        ((6.0, 6.0), (250, 250), 2.0**20, False),
+        ((6.0, 6.0), (250, 250), 2.0**-20, True),
+    ],
+)
+def test_folding_is_exact_at_the_ends_of_the_range(
+    values: tuple[float, float], blocks: tuple[int, int], scale: float | None, folds: bool
+) -> None:
+    packed = floats.pack(floats.encode(torch.tensor(values).repeat_interleave(32)[None], "e2m1"), "e2m1")
+    x = FloatOperand(packed, "e2m1", 64, None if scale is None else torch.tensor([scale]),
+                     torch.tensor([blocks], dtype=torch.uint8), 32, "ue8m0")  # fmt: skip
+    found = x.folded()
+    assert (found is not None) == folds
+    if found is not None and found.scale is not None:
+        expected = x.values(torch.float64) * (1.0 if scale is None else torch.tensor([scale]).double())
+        assert torch.equal(found.values(torch.float64) * found.scale.double(), expected)
 
 
 def test_sums_are_scaled_for_bytes_with_scales_of_32_and_bytes_without() -> None:
