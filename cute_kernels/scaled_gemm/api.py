@@ -138,7 +138,7 @@ def scaled_gemm(
     out_dtype : torch.dtype, default torch.float32
         float32, float16, bfloat16, or float64 on a CPU.
     fast_accum : bool, default False
-        On sm_90a without block scales: accumulate all of K on Tensor Cores, with about 14 bits. Otherwise, and always
+        On sm_90a without scales inside the sum: accumulate all of K on Tensor Cores, with about 14 bits. Otherwise, and always
         in the small-M kernel, Tensor Cores accumulate 128 elements of K at a time, and float32 additions do the rest.
 
     Returns
@@ -153,7 +153,8 @@ def scaled_gemm(
     ValueError
         If shapes or devices do not match.
     NotImplementedError
-        If the operands are on another device than a CPU or a CUDA device.
+        If the operands are on another device than a CPU or a CUDA device; on a GPU, for float32 scales of 128 values
+        of `b`, or of `a` beside block scales of `b` or on another architecture than sm_90a.
 
     See Also
     --------
@@ -163,9 +164,10 @@ def scaled_gemm(
     -----
     Dequantization is exact. The arithmetic depends on the device:
 
-    - sm_90a without block scales: products of e4m3 or e5m2. Partial accumulators keep about 2^-13 of the largest of
-      them or of the products (docs/lab/floats.md has the bound).
-    - Block scales, or another architecture: values times scales are bfloat16, exact for magnitudes within
+    - sm_90a without block scales of 16 or 32 values: products of e4m3 or e5m2. Partial accumulators keep about 2^-13 of
+      the largest of them or of the products (docs/lab/floats.md has the bound); scales of tiles and of 128 values
+      multiply the sums of 128 elements of K in float32.
+    - These block scales, or another architecture: values times scales are bfloat16, exact for magnitudes within
       2^-126..2^128; accumulators are float32.
     - sm_100a and sm_103a with ``MAGICUBE_TCGEN05=1``: ``tcgen05.mma``, including positive block scales, if it can
       read the operands. This kernel has never run; docs/lab/blackwell.md has its rules.

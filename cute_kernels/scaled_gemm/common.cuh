@@ -122,38 +122,21 @@ struct TileScales {
   const float* scales;  // (row tiles, K tiles)
   int64_t pitch;
   int tiles;  // K tiles
+  // Those of the K tiles of a row.
+  __device__ const float* of(int row) const { return scales + row / 128 * pitch; }
   __device__ float at(int row, int k) const {
     if (scales == nullptr) return 1.0f;
     return k / 128 < tiles ? __ldg(scales + row / 128 * pitch + k / 128) : 0.0f;
   }
 };
 
-// Scales of blocks of 32 values (UE8M0), as factors of the sums of a block.
-struct RowScales {
-  static constexpr int kBlocks = 4;  // in a K tile of 128
-  const uint8_t* codes;              // (rows, blocks)
-  int64_t pitch;
-  int rows, blocks;
-  // Codes of a row in the K tile that begins at k; of one beyond the matrix, whose sums are zeros, that of 1.
-  __device__ void load(int row, int k, uint32_t (&to)[kBlocks]) const {
-    const int first = k / 32;
-    const uint8_t* from = codes + (row < rows ? row : rows - 1) * pitch + first;
-    CUTE_UNROLL
-    for (int i = 0; i < kBlocks; ++i) to[i] = first + i < blocks ? __ldg(from + i) : 127;
-  }
-  __device__ static float factor(uint32_t code) {
-    return __uint_as_float(code == 0 ? 0x00400000 : code == 255 ? 0x7FC00000 : code << 23);
-  }
-};
-
-// Scales of blocks of 128 values of a row, float32.
+// Scales of 128 values of a row, float32.
 struct LineScales {
   const float* scales;  // (rows, K tiles)
   int64_t pitch;
-  int rows, tiles;
-  __device__ float at(int row, int k) const {
-    return k / 128 < tiles ? __ldg(scales + (row < rows ? row : rows - 1) * pitch + k / 128) : 0.0f;
-  }
+  int rows;
+  // Those of the K tiles of a row; beyond the matrix, where sums are zeros, those of any.
+  __device__ const float* of(int row) const { return scales + (row < rows ? row : rows - 1) * pitch; }
 };
 
 // Scale arguments of one operand: bits of block scales, or floats of tile scales.
@@ -165,8 +148,7 @@ struct FloatScales {
   __device__ BlockScales of_blocks(int64_t rows) const {
     return {Plane::kBlock ? static_cast<const uint8_t*>(start) : nullptr, pitch, int(rows), int(blocks)};
   }
-  __device__ LineScales of_lines(int64_t rows) const { return {static_cast<const float*>(start), pitch, int(rows), int(blocks)}; }
-  __device__ RowScales of_rows(int64_t rows) const { return {static_cast<const uint8_t*>(start), pitch, int(rows), int(blocks)}; }
+  __device__ LineScales of_lines(int64_t rows) const { return {static_cast<const float*>(start), pitch, int(rows)}; }
   template <class Plane>
   __device__ TileScales of_tiles() const {
     return {Plane::kBlock ? nullptr : static_cast<const float*>(start), pitch, int(blocks)};

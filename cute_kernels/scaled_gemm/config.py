@@ -15,6 +15,8 @@ _WIDTHS = {
     192: 0.96,
     256: 0.97,
 }  # tile_n -> measured time per column, relative to tile_n = 128 (docs/lab/floats.md)
+_WIDTHS_WITH_FACTORS = {128: 1.0, 256: 0.89}  # as above, where scales multiply the sums of a K tile
+_SPLIT_K = {False: 2048, True: 4096}  # least K of a CTA that shares a tile; True: where A has scales of 128 values
 _SMEM_BYTES = 232448  # shared memory that a CTA of sm_90a can have
 
 
@@ -100,8 +102,6 @@ class ScaledGemmConfig(KernelConfig):
         CTAs per SM.
     band : int
         Rows of tiles that are traversed column by column.
-    scaled_sums : int
-        Products whose sums are multiplied by the block scales of `a` (WGMMA), 32 or 128; 0: values are, before them.
     """
 
     kernel: str
@@ -119,12 +119,11 @@ class ScaledGemmConfig(KernelConfig):
     split: int = 1
     resident: int = 1
     band: int = 8
-    scaled_sums: int = 0
 
     @property
     def uses_bfloat16(self) -> bool:
         """Whether Tensor Cores multiply bfloat16, not bytes."""
-        scaled = any(fmt.block > 0 for fmt in (self.a, self.b)) and not self.scaled_sums
+        scaled = any(0 < fmt.block < TILE for fmt in (self.a, self.b))
         return self.kernel == "mma" or scaled or any(fmt.bits > 8 for fmt in (self.a, self.b))
 
     @property
@@ -140,6 +139,15 @@ class ScaledGemmConfig(KernelConfig):
     def threads(self) -> int:
         """Threads per CTA."""
         return 128 * (self.groups + self.decoders + 1) if self.kernel == "wgmma" else 256
+
+    @property
+    def has_factors(self) -> bool:
+        """Whether scales multiply the sums of a K tile."""
+        return self.a.tiles or self.b.tiles or self.a.block == TILE
+
+    def takes(self, n: int) -> bool:
+        """Return whether `n` columns have tile scales of `b` for all of this kernel's tiles, `TILE` columns each."""
+        return not self.b.tiles or -(-n // self.tile_n) * self.tile_n - n < TILE
 
     @property
     def packed_bytes(self) -> int:
@@ -170,7 +178,7 @@ class ScaledGemmConfig(KernelConfig):
     def name(self) -> str:
         """Short name, unique among the configs."""
         shape = f"{self.tile_m}x{self.tile_n}s{self.stages}p{self.packed_stages}"
-        sums = "a" * self.promote + (f"s{self.scaled_sums}" if self.scaled_sums else "")
+        sums = "a" * self.promote
         how = f"g{self.groups}d{self.decoders}{sums}k{self.split}r{self.resident}b{self.band}"
         return f"gemm-floats-{self.kernel}-{self.a.name}-{self.b.name}-{self.out}-{self.source}-{shape}-{how}"
 
@@ -188,8 +196,8 @@ class ScaledGemmConfig(KernelConfig):
             "kPlanesA": 1,
             "kPlanesB": 1,
             "kLevels": 1,
-            "kBlockA": 0 if self.scaled_sums else self.a.block,
-            "kScaledSums": self.scaled_sums,
+            "kBlockA": self.a.block % TILE,
+            "kLines": self.a.block == TILE,
             "kBlockB": self.b.block,
             "kBfloat16": self.uses_bfloat16,
             "kTileM": self.tile_m,
@@ -200,7 +208,8 @@ class ScaledGemmConfig(KernelConfig):
             "kGroups": self.groups,
             "kDecoders": self.decoders,
             "kPromote": self.promote,
-            "kTiled": self.a.tiles or self.b.tiles,
+            "kTiledA": self.a.tiles,
+            "kTiledB": self.b.tiles,
             "kSplit": self.split,
             "kResident": self.resident,
             "kBand": self.band,
@@ -212,7 +221,7 @@ class ScaledGemmConfig(KernelConfig):
             "Source": source_type(self.source),
             "FormatA": self.a.dtype.upper(),
             "FormatB": self.b.dtype.upper(),
-            "ScaleA": "void" if self.scaled_sums else self.a.scale.upper() or "void",
+            "ScaleA": self.a.scale.upper() or "void" if self.a.block != TILE else "void",
             "ScaleB": self.b.scale.upper() or "void",
         }
 
@@ -247,45 +256,18 @@ def candidates(a: OperandFormat, b: OperandFormat, arch: str, *, fast: bool = Fa
     list of ScaledGemmConfig
         Configs for all shapes.
     """
-    tiled = a.tiles or b.tiles
     if arch != "sm_90a":
-        return [ScaledGemmConfig("mma", a, b, "float32", promote=tiled)]
+        return [ScaledGemmConfig("mma", a, b, "float32", promote=a.tiles or b.tiles)]
     base = ScaledGemmConfig("wgmma", a, b, "float32")
+    tiled = base.has_factors
     decoded = any(base.is_decoded(fmt) for fmt in (a, b))
     # Tensor Cores accumulate products of bfloat16 in float32 in any case.
     base = replace(base, promote=tiled or not (fast or base.uses_bfloat16), decoders=2 if decoded else 0)
     small = replace(base, tile_m=64, groups=1, decoders=3 if decoded else 0)
     # Registers hold two accumulators, of a K tile and of the tile, up to 192 columns; without promotion one of 256.
-    wide = [] if decoded or tiled else [replace(base, tile_n=tile) for tile in ((256, 192) if base.promote else (256,))]
+    widths = () if decoded else (256, 192) if base.promote and not tiled else (256,)
+    wide = [replace(base, tile_n=tile) for tile in widths]
     return [_with_stages(each) for each in (*wide, base, *(replace(small, split=split) for split in (1, 2, 4)))]
-
-
-def scaled_sums_config(a: OperandFormat, b: OperandFormat) -> ScaledGemmConfig:
-    """Return the sm_90a config that multiplies sums by block scales of `a`; nothing picks it: it has not run on a GPU.
-
-    Parameters
-    ----------
-    a : OperandFormat
-        e4m3 or e5m2 with ue8m0 scales of 32 values, or float32 ones of 128.
-    b : OperandFormat
-        e4m3 or e5m2 without block scales: of weights of 4 or 6 bits, what
-        :meth:`cute_kernels.scaled_gemm.operand.FloatOperand.folded` makes.
-
-    Raises
-    ------
-    ValueError
-        For other formats.
-
-    Examples
-    --------
-    >>> scaled_sums_config(OperandFormat("e4m3", 32, "ue8m0"), OperandFormat("e4m3")).uses_bfloat16
-    False
-    """
-    if (a.bits, a.tiles) != (8, False) or (a.block, a.scale) not in ((32, "ue8m0"), (TILE, "float32")):
-        raise ValueError(f"a must be of 8 bits with ue8m0 scales of 32 values or float32 ones of {TILE}, got {a.name}")
-    if (b.bits, b.block) != (8, 0):
-        raise ValueError(f"b must be of 8 bits without block scales, got {b.name}; see FloatOperand.folded")
-    return _with_stages(ScaledGemmConfig("wgmma", a, b, "float32", scaled_sums=a.block))
 
 
 @lru_cache(maxsize=4096)
@@ -305,7 +287,8 @@ def choose(
     """Return the config for a product of (m, k) and (k, n).
 
     `tile_n` takes the least predicted time in waves of CTAs. If 128-row tiles leave SMs idle, tiles have 64 rows, and
-    split-K uses as many CTAs per tile as run at the same time, each with K of at least 2048.
+    split-K uses as many CTAs per tile as run at the same time, each with K of at least 2048, or 4096 where `a` has
+    scales of 128 values.
 
     Parameters
     ----------
@@ -329,17 +312,18 @@ def choose(
     ScaledGemmConfig
         One of :func:`candidates`, with `out` and `source` set.
     """
-    found = candidates(a, b, arch, fast=fast)
+    found = [each for each in candidates(a, b, arch, fast=fast) if each.takes(n)]
     large, small = ([each for each in found if (each.tile_m == 64) == is_small] for is_small in (False, True))
 
     def predicted_time(each: ScaledGemmConfig) -> float:
-        return -(-each.tiles(m, n) // num_sms) * each.tile_n * _WIDTHS[each.tile_n]
+        widths = _WIDTHS_WITH_FACTORS if each.has_factors else _WIDTHS
+        return -(-each.tiles(m, n) // num_sms) * each.tile_n * widths[each.tile_n]
 
     chosen = min(large, key=predicted_time)
     if small and (m <= 64 or large[-1].tiles(m, n) < num_sms // 2):
         fitting = [
             each for each in small if each.split == 1
-            or (each.tiles(m, n) * each.split <= num_sms and k >= 2048 * each.split)
+            or (each.tiles(m, n) * each.split <= num_sms and k >= _SPLIT_K[a.block == TILE] * each.split)
         ]  # fmt: skip
         chosen = fitting[-1]
     return replace(chosen, out=out, source=source)

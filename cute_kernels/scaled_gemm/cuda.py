@@ -99,14 +99,17 @@ def choose_config(
     Raises
     ------
     NotImplementedError
-        For float32 scales of 128 values.
+        For float32 scales of 128 values of `b`; for those of `a` beside block scales of `b`, or not on sm_90a.
     """
-    for name, fmt in (("a", a), ("b", b)):
-        if fmt.block == TILE:
-            raise NotImplementedError(
-                f"{name} must have no float32 scales of {TILE} values on a GPU, got {fmt.name}; their kernel, "
-                "scaled_sums_config(), has not run and is taken by name only"
-            )
+    lines = f"float32 scales of {TILE} values"
+    if b.block == TILE:
+        raise NotImplementedError(f"b must have no {lines} on a GPU, got {b.name}; a can have them")
+    if a.block == TILE and b.block:
+        raise NotImplementedError(
+            f"b must have no block scales where a has {lines}, got {b.name}; see FloatOperand.folded"
+        )
+    if a.block == TILE and arch != "sm_90a":
+        raise NotImplementedError(f"a must have no {lines} but on sm_90a, got {a.name} on {arch}")
     if supports_small_m(m, a, b, arch):
         return choose_small_m(m, n, k, a, b, out=out, source=source, num_sms=num_sms)
     if arch == "sm_90a":
@@ -198,9 +201,12 @@ def _launch(problem: ScaledGemmProblem, config: ScaledGemmConfig | SmallMConfig,
     if isinstance(config, SmallMConfig):
         launch_small_m(config, (a, scales_a), (b, scales_b), problem.shape, epilogue, problem.alpha, problem.beta)
         return
+    if not config.takes(n):
+        raise ValueError(f"config must have tile_n {TILE} for tile scales of b of {n} rows, got {config.tile_n}")
     kernel = get_kernel(config)
     if config.a != problem.a.format:
-        a, scales_a = dequantize(problem.a, a, config.a), scales_a if config.a.tiles else (0, 0, 0)
+        kept = config.a.tiles or config.a.block == TILE
+        a, scales_a = dequantize(problem.a, a, config.a), scales_a if kept else (0, 0, 0)
     if config.b != problem.b.format:
         b, scales_b = dequantize(problem.b, b, config.b), scales_b if config.b.tiles else (0, 0, 0)
     alpha = np.float32(problem.alpha * config.exponent_bias_factor(problem.a.format, problem.b.format))
@@ -241,7 +247,7 @@ def scaled_gemm_cuda(
     Raises
     ------
     ValueError
-        If `config` is a Tcgen05Config that does not multiply these operands.
+        If `config` does not multiply these operands.
     """
     with device_of(out):
         if config is None:

@@ -10,7 +10,7 @@ from cute_kernels.jit import workspace
 from cute_kernels.jit.codegen import KernelConfig
 from cute_kernels.jit.kernel import get_kernel
 from cute_kernels.operands import Rows, aligned
-from cute_kernels.scaled_gemm.config import OperandFormat
+from cute_kernels.scaled_gemm.config import TILE, OperandFormat
 from cute_kernels.scaled_gemm.operand import FloatOperand
 
 _RUN = 16  # values that a thread decodes per row
@@ -81,7 +81,7 @@ def dequantize_first(m: int, n: int, k: int, a: OperandFormat, b: OperandFormat)
     tuple of OperandFormat
         `a` and `b`, or what :func:`dequantized_format` makes of them.
     """
-    uses_bfloat16 = a.block > 0 or b.block > 0
+    uses_bfloat16 = any(0 < fmt.block < TILE for fmt in (a, b))
     wanted = dequantized_format(a, uses_bfloat16), dequantized_format(b, uses_bfloat16)
     before, during = 0.0, _DECODE_BFLOAT16 if uses_bfloat16 else 0.0
     for fmt, found, rows in ((a, wanted[0], m), (b, wanted[1], n)):
@@ -108,13 +108,16 @@ def dequantize(operand: FloatOperand, packed: Rows, wanted: OperandFormat) -> Ro
     Rows
         Dequantized rows in a workspace.
     """
-    config = DequantizeConfig(operand.format, wanted.bits > 8)
+    fmt, blocks = operand.format, operand.blocks
+    if fmt.block == TILE:  # the product reads them
+        fmt, blocks = fmt._replace(block=0, scale=""), None
+    config = DequantizeConfig(fmt, wanted.bits > 8)
     size = wanted.bits // 8
     rows, runs = operand.rows, -(-operand.k // _RUN)
     out = workspace.empty((rows, aligned(operand.k) * size), torch.uint8, operand.device)
     shift = (min(runs, _MAX_RUNS) - 1).bit_length()
     across = _ROWS * (_MAX_RUNS >> shift)
-    blocks = None if operand.blocks is None else operand.blocks.contiguous()
+    blocks = None if blocks is None else blocks.contiguous()
     scales = (0, 0) if blocks is None else (blocks.data_ptr(), blocks.shape[1])
     get_kernel(config).launch(
         (-(-rows // across), -(-runs >> shift), 1),

@@ -13,7 +13,7 @@ from cute_kernels.jit import workspace
 from cute_kernels.jit.codegen import OUT_TYPES, KernelConfig, source_type
 from cute_kernels.jit.kernel import get_kernel
 from cute_kernels.jit.tma import tensor_map
-from cute_kernels.scaled_gemm.config import OperandFormat, exponent_bias_factor
+from cute_kernels.scaled_gemm.config import TILE, OperandFormat, exponent_bias_factor
 
 if TYPE_CHECKING:
     from cute_kernels.gemm.epilogue import EpilogueArguments
@@ -208,7 +208,8 @@ class SmallMConfig(StagedConfig):
 def supports_small_m(m: int, a: OperandFormat, b: OperandFormat, arch: str) -> bool:
     """Return whether the small-M kernels multiply `m` rows of these operands.
 
-    They do not read tile scales. Unscaled 8-bit weights need no decoding: above 32 rows, X would be read too often.
+    They do not read tile scales, nor those of 128 values. Unscaled 8-bit weights need no decoding: above 32 rows, X
+    would be read too often.
 
     Parameters
     ----------
@@ -227,7 +228,7 @@ def supports_small_m(m: int, a: OperandFormat, b: OperandFormat, arch: str) -> b
         Whether :func:`choose_small_m` has a config.
     """
     most = 0 if b.bits == 6 else 32 if b.bits == 8 and not (a.block or b.block) else ROWS[-1]
-    return arch == "sm_90a" and not (a.tiles or b.tiles) and m <= most
+    return arch == "sm_90a" and not (a.tiles or b.tiles or a.block == TILE) and m <= most
 
 
 def candidates(rows: int, a: OperandFormat, b: OperandFormat) -> list[SmallMConfig]:

@@ -5,7 +5,8 @@
 // groups multiply decoded ones by WGMMA, 64 rows of the tile each.
 // kPromote: Tensor Cores accumulate one K tile at a time and float32 additions do the rest; else all of K. A tile of 256 columns
 // reads less shared memory per product than one of 128; one of 192 has wider instructions than the two spans of 256.
-// kScaledSums: sums of 32 or 128 products are multiplied by A's block scales as they are added to those of the tile.
+// kLines: A has scales of 128 values of a row, kTiledA, kTiledB: of 128 x 128 tiles; they multiply the sums of a K tile as
+// these are added to those of the tile.
 // kSplit CTAs of a cluster share K (split-K) and reduce through distributed shared memory.
 // Source: CUTLASS, SM90 warp-specialized kernels with fp8 promotion; OCP MX v1.0, section 6 (block scales).
 #pragma once
@@ -69,13 +70,14 @@ struct FloatGemm {
   // Whether registers hold the accumulators of two K tiles beside those of the tile, so that one K tile is multiplied while the
   // other is added. K tiles then go in pairs, of which the last can be beyond the matrix. No product is in flight between pairs:
   // at the end of a loop, the assembler would wait after each instruction.
-  static constexpr bool kOverlap = C::kPromote && C::kScaledSums != 32 && kDecoders == 0 && kTileN == 128;
+  static constexpr bool kOverlap = C::kPromote && kDecoders == 0 && kTileN == 128;
   static constexpr int kPair = kOverlap ? 2 : 1;
+  static constexpr bool kScaled = C::kLines || C::kTiledA || C::kTiledB;
   using Accumulators = float[kRegisters];
   using Tile = float[kSpans][kRegisters];
 
   static_assert(kGroups * 64 == kTileM, "a group has 64 rows");
-  static_assert(C::kScaledSums == 0 || (C::kPromote && kDecoders == 0 && kTileN == 128), "registers hold the sums of two blocks");
+  static_assert(!kScaled || C::kPromote, "sums of a K tile are scaled");
   static_assert((kDecoders > 0) == (A::kDecoded || B::kDecoded), "decoders where something is to be decoded");
   static_assert(kSplit == 1 || (kGroups == 1 && kSpans == 1 && kRegisters % (16 * kSplit) == 0),
                 "blocks share a tile by 32 columns");
@@ -182,162 +184,110 @@ __device__ __forceinline__ void mma_k_tile(const FloatGemm<C>& gemm, typename Fl
   warpgroup_commit_batch();
 }
 
-// The products of 32 values of K, from `k` on in a K tile, for a warp group's rows.
-template <class C>
-__device__ __forceinline__ void mma_scale_block(const FloatGemm<C>& gemm, typename FloatGemm<C>::Accumulators& accum, int stage,
-                                                int group, int k) {
-  using G = FloatGemm<C>;
-  const uint64_t a = smem_descriptor<128>(shared_address(gemm.ready_a(stage))) + (group * 64 * 128 >> 4);
-  const uint64_t b = smem_descriptor<128>(shared_address(gemm.ready_b(stage)));
-  warpgroup_arrive();
-  wgmma<typename G::Op>(accum, a + (k >> 4), b + (k >> 4), make_int_sequence<G::kRegisters>{}, SM90::GMMA::ScaleOut::Zero);
-  warpgroup_commit_batch();
-}
-
 template <int kRegisters>
 __device__ __forceinline__ void fence_accumulators(float (&accum)[kRegisters]) {
   CUTE_UNROLL
   for (int r = 0; r < kRegisters; ++r) warpgroup_fence_operand(accum[r]);
 }
 
-// kScaled: without tile scales, a multiplication by `factor` = 1 would read one more register per element.
-template <bool kScaled = false, int kRegisters>
-__device__ __forceinline__ void add_accumulators(float (&accum)[kRegisters], const float (&partial)[kRegisters],
-                                                 float factor = 1.0f) {
-  CUTE_UNROLL
-  for (int r = 0; r < kRegisters; ++r) {
-    if constexpr (kScaled) accum[r] = __fmaf_rn(partial[r], factor, accum[r]);
-    else accum[r] += partial[r];
-  }
-}
-
-// The first of the two rows of a thread; the other one is eight further down.
-__device__ __forceinline__ int own_row(int row, int group) { return row + group * 64 + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4; }
-
 template <int kRegisters>
-__device__ __forceinline__ void add_scaled(float (&accum)[kRegisters], const float (&partial)[kRegisters], const float (&factors)[2]) {
+__device__ __forceinline__ void add_accumulators(float (&accum)[kRegisters], const float (&partial)[kRegisters]) {
   CUTE_UNROLL
-  for (int r = 0; r < kRegisters; ++r) accum[r] = __fmaf_rn(partial[r], factors[r / 2 % 2], accum[r]);
+  for (int r = 0; r < kRegisters; ++r) accum[r] += partial[r];
 }
 
-// As mma_tile with scales of 32 values of A: the products of one block run while the sums of the one before are scaled and added.
+// Scales of the sums of kPair K tiles, loaded while those before are multiplied: of a thread's two rows and of the spans.
 template <class C>
-__device__ __forceinline__ void mma_scaled_tile(const FloatGemm<C>& gemm, typename FloatGemm<C>::Accumulators& accum,
-                                                GemmPipelineState<C::kStages>& at, int group, const RowScales& scales_a,
-                                                const TileScales& scales_b, int row, int column) {
+struct SumScales {
   using G = FloatGemm<C>;
-  constexpr int kBlocks = RowScales::kBlocks;
-  const int own = own_row(row, group);
-  typename G::Accumulators even = {}, odd = {};
-  uint32_t low[kBlocks], high[kBlocks];  // scales of both rows in the next K tile
-  float factors[kBlocks][2];
-  const auto load_scales = [&](int part) {
-    scales_a.load(own, part * G::kTileK, low);
-    scales_a.load(own + 8, part * G::kTileK, high);
-  };
-  const auto start = [&](typename G::Accumulators& partial, int block) {
-    fence_accumulators(partial);
-    mma_scale_block(gemm, partial, at.stage, group, 32 * block);
-  };
-  const auto add = [&](typename G::Accumulators& partial, int block) {
-    fence_accumulators(partial);
-    add_scaled(accum, partial, factors[block]);
-  };
-  load_scales(gemm.begin);
-  for (int part = gemm.begin; part < gemm.last; ++part, at.advance()) {
-    const float tile = C::kTiled ? scales_b.at(column, part * G::kTileK) : 1.0f;
-    CUTE_UNROLL
-    for (int block = 0; block < kBlocks; ++block) {
-      factors[block][0] = RowScales::factor(low[block]) * tile, factors[block][1] = RowScales::factor(high[block]) * tile;
-    }
-    barrier_wait(gemm.full(at.stage), at.parity);
-    start(even, 0);
-    start(odd, 1);
-    load_scales(part + 1);
-    warpgroup_wait<1>();
-    add(even, 0);
-    start(even, 2);
-    warpgroup_wait<1>();
-    add(odd, 1);
-    start(odd, 3);
-    warpgroup_wait<1>();
-    add(even, 2);
-    warpgroup_wait<0>();
-    fence_accumulators(odd);
-    if (threadIdx.x % 32 == 0) barrier_arrive(gemm.empty(at.stage));
-    add(odd, 3);
-  }
-}
+  const float* rows[2];
+  const float* spans[G::kSpans];
+  int tiles;  // scales along K
+  float of_rows[G::kPair][2], of_spans[G::kPair][G::kSpans];
 
-template <class C, class ScalesA>
+  template <class ScalesA>
+  __device__ SumScales(const ScalesA& scales_a, const TileScales& scales_b, int tiles, int row, int column, int group) : tiles(tiles) {
+    const int first = row + group * 64 + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
+    CUTE_UNROLL
+    for (int i = 0; i < 2; ++i) rows[i] = scales_a.of(first + 8 * i);
+    CUTE_UNROLL
+    for (int i = 0; i < G::kSpans; ++i) spans[i] = scales_b.of(column + i * G::kColumns);
+  }
+  // K tiles `part` to `part + kPair - 1`; beyond the matrix, where sums are zeros, 0.
+  __device__ void load(int part) {
+    CUTE_UNROLL
+    for (int i = 0; G::kScaled && i < G::kPair; ++i) {
+      const int of_k = (part + i) * G::kTileK / 128;
+      const bool exists = of_k < tiles;
+      const int at = exists ? of_k : 0;
+      CUTE_UNROLL
+      for (int half = 0; half < 2; ++half) {
+        if constexpr (C::kLines || C::kTiledA) of_rows[i][half] = half == 0 || C::kLines ? __ldg(rows[half] + at) : of_rows[i][0];
+        else of_rows[i][half] = 1.0f;
+        of_rows[i][half] = exists ? of_rows[i][half] : 0.0f;
+      }
+      CUTE_UNROLL
+      for (int span = 0; C::kTiledB && span < G::kSpans; ++span) of_spans[i][span] = exists ? __ldg(spans[span] + at) : 0.0f;
+    }
+  }
+  // Add the sums of a span of K tile `part + i`.
+  __device__ void add(typename G::Accumulators& accum, const typename G::Accumulators& partial, int i, int span) const {
+    if constexpr (G::kScaled) {
+      float factors[2];
+      CUTE_UNROLL
+      for (int half = 0; half < 2; ++half) factors[half] = C::kTiledB ? of_rows[i][half] * of_spans[i][span] : of_rows[i][half];
+      CUTE_UNROLL
+      for (int r = 0; r < G::kRegisters; ++r) accum[r] = __fmaf_rn(partial[r], factors[r / 2 % 2], accum[r]);
+    } else {
+      add_accumulators(accum, partial);
+    }
+  }
+};
+
+template <class C>
 __device__ __forceinline__ void mma_tile(const FloatGemm<C>& gemm, typename FloatGemm<C>::Tile& accum,
-                                         GemmPipelineState<C::kStages>& at, int group, const ScalesA& scales_a,
-                                         const TileScales& scales_b, int row, int column) {
+                                         GemmPipelineState<C::kStages>& at, int group, const SumScales<C>& scales) {
   using G = FloatGemm<C>;
   const auto free_stage = [&](int stage) {
     if (threadIdx.x % 32 == 0) barrier_arrive(gemm.empty(stage));
   };
-  if constexpr (G::kOverlap) {
-    typename G::Accumulators even = {}, odd = {};
+  if constexpr (C::kPromote) {
+    SumScales<C> ahead = scales;
+    ahead.load(gemm.begin);
+    typename G::Accumulators even = {};
+    [[maybe_unused]] typename G::Accumulators odd = {};
     int stage = at.stage;  // of the K tile that is added next
-    const auto start = [&](typename G::Accumulators& partial) {
-      barrier_wait(gemm.full(at.stage), at.parity);
+    const auto start = [&](typename G::Accumulators& partial, int span = 0) {
+      if (span == 0) barrier_wait(gemm.full(at.stage), at.parity);
       fence_accumulators(partial);
-      mma_k_tile<C, true>(gemm, partial, at.stage, group);
-      at.advance();
+      mma_k_tile<C, true>(gemm, partial, at.stage, group, span);
+      if (span + 1 == G::kSpans) at.advance();
     };
-    const auto release = [&](typename G::Accumulators& partial) {
+    const auto add = [&](typename G::Accumulators& partial, const SumScales<C>& now, int i, int span = 0) {
       fence_accumulators(partial);
-      free_stage(stage);
-      stage = stage + 1 == G::kStages ? 0 : stage + 1;
+      if (span + 1 == G::kSpans) {
+        free_stage(stage);
+        stage = stage + 1 == G::kStages ? 0 : stage + 1;
+      }
+      now.add(accum[span], partial, i, span);
     };
-    [[maybe_unused]] const auto add = [&](typename G::Accumulators& partial, int part) {
-      release(partial);
-      add_accumulators<C::kTiled>(accum[0], partial, scales_a.at(row, part * G::kTileK) * scales_b.at(column, part * G::kTileK));
-    };
-    if constexpr (C::kScaledSums == 128) {
-      const int own = own_row(row, group);
-      for (int part = gemm.begin; part < gemm.last; part += 2) {
-        float factors[2][2];
+    for (int part = gemm.begin; part < gemm.last; part += G::kPair) {
+      const SumScales<C> now = ahead;
+      ahead.load(part + G::kPair);
+      if constexpr (G::kOverlap) {
+        start(even);
+        start(odd);
+        warpgroup_wait<1>();
+        add(even, now, 0);
+        warpgroup_wait<0>();
+        add(odd, now, 1);
+      } else {
         CUTE_UNROLL
-        for (int i = 0; i < 2; ++i) {
-          const int k = (part + i) * G::kTileK;
-          const float tile = C::kTiled ? scales_b.at(column, k) : 1.0f;
-          factors[i][0] = scales_a.at(own, k) * tile, factors[i][1] = scales_a.at(own + 8, k) * tile;
+        for (int span = 0; span < G::kSpans; ++span) {
+          start(even, span);
+          warpgroup_wait<0>();
+          add(even, now, 0, span);
         }
-        start(even);
-        start(odd);
-        warpgroup_wait<1>();
-        release(even);
-        add_scaled(accum[0], even, factors[0]);
-        warpgroup_wait<0>();
-        release(odd);
-        add_scaled(accum[0], odd, factors[1]);
-      }
-    } else {
-      for (int part = gemm.begin; part < gemm.last; part += 2) {
-        start(even);
-        start(odd);
-        warpgroup_wait<1>();
-        add(even, part);
-        warpgroup_wait<0>();
-        add(odd, part + 1);
-      }
-    }
-  } else if constexpr (C::kPromote) {
-    typename G::Accumulators partial = {};
-    for (int part = gemm.begin; part < gemm.last; ++part, at.advance()) {
-      const float row_scale = scales_a.at(row, part * G::kTileK);
-      barrier_wait(gemm.full(at.stage), at.parity);
-      CUTE_UNROLL
-      for (int span = 0; span < G::kSpans; ++span) {
-        const float factor = row_scale * scales_b.at(column + span * G::kColumns, part * G::kTileK);
-        fence_accumulators(partial);
-        mma_k_tile<C, true>(gemm, partial, at.stage, group, span);
-        warpgroup_wait<0>();
-        fence_accumulators(partial);
-        if (span + 1 == G::kSpans) free_stage(at.stage);
-        add_accumulators<C::kTiled>(accum[span], partial, factor);
       }
     }
   } else {
@@ -381,16 +331,15 @@ __device__ __forceinline__ void reduce_and_write_tile(const FloatGemm<C>& gemm, 
   write_fragment(to, total, row + thread / 32 * 16, column + 2 * kOwn * rank, thread % 32);
 }
 
-// ScalesA: TileScales; RowScales or LineScales where sums of 32 or 128 products are scaled.
+// ScalesA: LineScales or TileScales.
 template <class C, class ScalesA>
-__device__ void consumer_loop(const FloatGemm<C>& gemm, const GemmOutput<C>& to, int group, const ScalesA& scales_a,
-                                const TileScales& scales_b) {
+__device__ void multiply_tiles(const FloatGemm<C>& gemm, const GemmOutput<C>& to, int group, const ScalesA& scales_a,
+                              const TileScales& scales_b, int tiles) {
   using G = FloatGemm<C>;
   GemmPipelineState<G::kStages> at;
   gemm.for_tiles([&](int row, int column) {
     typename G::Tile accum = {};
-    if constexpr (C::kScaledSums == 32) mma_scaled_tile(gemm, accum[0], at, group, scales_a, scales_b, row, column);
-    else mma_tile(gemm, accum, at, group, scales_a, scales_b, row, column);
+    mma_tile(gemm, accum, at, group, SumScales<C>(scales_a, scales_b, tiles, row, column, group));
     if constexpr (G::kSplit > 1) {
       reduce_and_write_tile(gemm, to, accum[0], row, column);
     } else {
@@ -444,9 +393,9 @@ gemm_floats_wgmma(const __grid_constant__ TmaDescriptor a, const __grid_constant
     const GemmOutput<C> to{out, c, row_step ? row_scales : nullptr, column_step ? col_scales : nullptr, bias, pitch, c_pitch,
                            int(m), int(n), alpha, beta, 0.0f, 0.0f, vector != 0};
     const TileScales tiles_b = scale_args_b.of_tiles<typename G::B>();
-    if constexpr (C::kScaledSums == 32) consumer_loop(gemm, to, group, scale_args_a.of_rows(m), tiles_b);
-    else if constexpr (C::kScaledSums == 128) consumer_loop(gemm, to, group, scale_args_a.of_lines(m), tiles_b);
-    else consumer_loop(gemm, to, group, scale_args_a.of_tiles<typename G::A>(), tiles_b);
+    const int tiles = int((k + 127) / 128);
+    if constexpr (C::kLines) multiply_tiles(gemm, to, group, scale_args_a.of_lines(m), tiles_b, tiles);
+    else multiply_tiles(gemm, to, group, scale_args_a.of_tiles<typename G::A>(), tiles_b, tiles);
   } else if (G::kDecoders > 0 && group < G::kMany) {
     if constexpr (G::kShare) warp_group::setmaxnreg_dec<G::kDecoderRegisters>();
     if constexpr (G::kDecoders > 0) {

@@ -21,7 +21,7 @@ from cute_kernels.few_rows.api import few_rows_product
 from cute_kernels.few_rows.decode import decode_weight
 from cute_kernels.few_rows.product_int8 import few_rows_int8_product
 from cute_kernels.machine import ProblemTypes
-from cute_kernels.scaled_gemm.config import OperandFormat, ScaledGemmConfig, candidates, scaled_sums_config
+from cute_kernels.scaled_gemm.config import OperandFormat, ScaledGemmConfig, candidates
 from cute_kernels.scaled_gemm.dequantize import dequantized_format
 from cute_kernels.scaled_gemm.small_m import candidates as small_m_candidates
 from cute_kernels.sddmm.panel import SddmmPanelConfig
@@ -30,7 +30,7 @@ from residual.cuda import early_check
 from residual.cuda.operand import gpu_operand
 from residual.cuda.plans import GpuPlan
 from residual.matmul import matmul
-from tests.gpu.kernels.test_gpu_floats import exact, operand, run
+from tests.gpu.kernels.test_gpu_floats import LINES, exact, operand, run
 from tests.gpu.problems import (
     HERE,
     PANELS,
@@ -217,11 +217,16 @@ def test_float_product_of_operands_that_are_decoded_before(pair: tuple[OperandFo
 
 
 @needs_warp_groups
-@pytest.mark.configs([scaled_sums_config(FEW[1][0], FEW[0][0])])
-def test_float_product_whose_sums_are_scaled() -> None:
-    a, b = operand(FEW[1][0], 150, 777, 1), operand(FEW[0][0], 300, 777, 2)
-    config = scaled_sums_config(a.format, b.format)
-    assert torch.equal(run(a, b, config, torch.empty(150, 300, device="cuda")).double(), exact(a, b))
+@pytest.mark.configs(
+    [c for tiles in (False, True) for c in candidates(LINES, FEW[0][0]._replace(tiles=tiles), "sm_90a")]
+)
+def test_float_product_of_scales_of_128_values() -> None:
+    for tiles in (False, True):
+        a, b = operand(LINES, 150, 777, 1), operand(FEW[0][0]._replace(tiles=tiles), 300, 777, 2)
+        for config in candidates(a.format, b.format, "sm_90a"):
+            assert torch.equal(run(a, b, config, torch.empty(150, 300, device="cuda")).double(), exact(a, b)), (
+                config.name
+            )
 
 
 @pytest.mark.parametrize("shape", [(45, 68), (700, 256)])

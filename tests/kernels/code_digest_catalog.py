@@ -141,6 +141,7 @@ _KINDS = {
     "nvfp4": OperandFormat("e2m1", 16, "e4m3"),
     "tiled e4m3": OperandFormat("e4m3", tiles=True),
     "tiled e2m1": OperandFormat("e2m1", tiles=True),
+    "e4m3 rows of 128": OperandFormat("e4m3", 128, "float32"),
 }
 
 
@@ -156,6 +157,7 @@ def _gemm_floats(arch: str) -> Iterator[Entry]:
         ("nvfp4", "nvfp4", 8192, "bfloat16", "none", False),
         ("tiled e4m3", "tiled e4m3", 4096, "bfloat16", "none", False),
         ("tiled e4m3", "tiled e2m1", 128, "float32", "none", False),
+        ("e4m3 rows of 128", "tiled e4m3", 4096, "bfloat16", "none", False),
         ("e4m3", "e4m3", 8192, "bfloat16", "none", True),
         ("e4m3", "e4m3", 8, "bfloat16", "none", False),
         ("e4m3", "e2m1", 16, "float16", "none", False),
@@ -163,8 +165,8 @@ def _gemm_floats(arch: str) -> Iterator[Entry]:
         ("mxe4m3", "nvfp4", 16, "bfloat16", "none", False),
         ("mxe4m3", "mxe2m1", 64, "float32", "none", False),
     ):
-        if arch != "sm_90a" and (fast or m <= 64):
-            continue  # one kernel for every size
+        if arch != "sm_90a" and (fast or m <= 64 or a == "e4m3 rows of 128"):
+            continue  # one kernel for every size, none for scales of 128
         config = choose_config(m, 4096, 8192, _KINDS[a], _KINDS[b], arch, fast=fast, out=out, source=source)
         yield f"gemm floats/{a} x {b} m={m} out={out} c={source}{' fast' if fast else ''}", config
     if arch == "sm_90a":
@@ -382,10 +384,8 @@ def _attention(arch: str) -> Iterator[Entry]:
         (128, "bfloat16", True, False, False), (128, "float16", False, True, True),
     ):  # fmt: skip
         tags = f"{' key scales' if scale else ''}{' bias' if bias else ''}{' lse' if lse else ''}"
-        yield (
-            f"attention/blocks head={head} out={out}{tags}",
-            replace(block_config(head), out=out, key_scale=scale, bias=bias, lse=lse),
-        )
+        config = replace(block_config(head), out=out, key_scale=scale, bias=bias, lse=lse)
+        yield f"attention/blocks head={head} out={out}{tags}", config
 
     for head, source, added in ((64, "float16", False), (64, "float32", True), (128, "bfloat16", False)):
         config = replace(block_config(head), key_scale=True, source=source, out=source, bias=added, lse=added)

@@ -13,7 +13,7 @@ from cute_kernels import floats
 from cute_kernels.floats import FORMATS
 from cute_kernels.jit import get_kernel
 from cute_kernels.scaled_gemm.api import FloatOperand, check, explain_scaled_gemm, scaled_gemm
-from cute_kernels.scaled_gemm.config import OperandFormat, ScaledGemmConfig, candidates, scaled_sums_config
+from cute_kernels.scaled_gemm.config import OperandFormat, ScaledGemmConfig, candidates
 from cute_kernels.scaled_gemm.cuda import scaled_gemm_cuda
 from cute_kernels.scaled_gemm.dequantize import DequantizeConfig, dequantized_format
 from cute_kernels.scaled_gemm.small_m import SmallMConfig
@@ -53,12 +53,19 @@ def every(a: OperandFormat, b: OperandFormat, fast: bool = False) -> list[Scaled
     return found + (candidates(before[0], before[1], ARCH, fast=fast) if HOPPER and before != (a, b) else [])
 
 
+def hopper(a: OperandFormat, b: OperandFormat) -> list[ScaledGemmConfig]:
+    """Every kernel of warp groups for a pair, and those that take operands that were decoded before."""
+    before = dequantized_format(a, False), dequantized_format(b, False)
+    return [config for pair in dict.fromkeys(((a, b), before)) for config in candidates(*pair, "sm_90a")]
+
+
 def decoders(*pairs: tuple[OperandFormat, OperandFormat]) -> list[DequantizeConfig]:
     """The kernels that decode operands before a product."""
-    wide = [(kind, pair[0].block > 0 or pair[1].block > 0) for pair in pairs for kind in pair]
+    wide = [(kind, any(0 < each.block < 128 for each in pair)) for pair in pairs for kind in pair]
+    plain = [(kind._replace(block=0, scale="") if kind.block == 128 else kind, halves) for kind, halves in wide]
     return [
         DequantizeConfig(kind, halves)
-        for kind, halves in dict.fromkeys(wide)
+        for kind, halves in dict.fromkeys(plain)
         if dequantized_format(kind, halves) != kind
     ]
 
@@ -109,6 +116,8 @@ def assert_exact(
         x, y = operand(a, m, k, 1), operand(b, n, k, 9)
         truth = exact(x, y)
         for config in configs:
+            if not config.takes(n):
+                continue
             got = torch.full((m, n), torch.nan, device="cuda")
             run(x, y, config, got)
             assert torch.equal(got.double(), truth), f"{config.name} {m}x{k}x{n}"
@@ -150,26 +159,32 @@ def test_factors_of_blocks_and_tiles_reach_their_products(pair: tuple[OperandFor
     assert_exact(*pair, every(*pair), SHAPES)
 
 
-SUMS = [(OperandFormat(a, 32, "ue8m0"), OperandFormat(b, tiles=tiles))
-        for a, b, tiles in (("e4m3", "e4m3", False), ("e5m2", "e4m3", True), ("e4m3", "e5m2", False))]  # fmt: skip
-SUMS += [(OperandFormat("e4m3", 128, "float32"), OperandFormat("e4m3", tiles=tiles)) for tiles in (False, True)]
+LINES = OperandFormat("e4m3", 128, "float32")
+SUMS = [
+    (LINES, OperandFormat("e4m3")),
+    (LINES, OperandFormat("e4m3", tiles=True)),
+    (LINES._replace(dtype="e5m2"), OperandFormat("e2m1", tiles=True)),
+    (LINES._replace(dtype="e2m1"), OperandFormat("e5m2")),
+]
 
 
 @needs_warp_groups
 @pytest.mark.parametrize("pair", SUMS, ids=lambda pair: f"{pair[0].name}-{pair[1].name}")
-@pytest.mark.configs([scaled_sums_config(*pair) for pair in SUMS])
-def test_scales_of_blocks_reach_the_sums_of_their_products(pair: tuple[OperandFormat, OperandFormat]) -> None:
-    assert_exact(*pair, [scaled_sums_config(*pair)], SHAPES)
+@pytest.mark.configs([*decoders(*SUMS), *(config for pair in SUMS for config in hopper(*pair))])
+def test_scales_of_128_values_reach_the_sums_of_their_products(pair: tuple[OperandFormat, OperandFormat]) -> None:
+    assert_exact(*pair, hopper(*pair), SHAPES)
+    x, y = operand(pair[0], 300, 520, 1), operand(pair[1], 257, 520, 9)
+    assert torch.equal(scaled_gemm(x, y).double(), exact(x, y)), "what is picked"
 
 
 @needs_warp_groups
-@pytest.mark.configs([scaled_sums_config(*SUMS[0])])
 def test_folded_weights_multiply_as_their_blocks_do() -> None:
-    x, w = operand(SUMS[0][0], 300, 520, 1), operand(OperandFormat("e2m1", 32, "ue8m0"), 144, 520, 9)
+    x, w = operand(LINES, 300, 520, 1), operand(OperandFormat("e2m1", 32, "ue8m0"), 144, 520, 9)
     folded = w.folded()
     assert folded is not None
-    got = run(x, folded, scaled_sums_config(x.format, folded.format), torch.empty(300, 144, device="cuda"))
-    assert torch.equal(got.double(), exact(x, w))
+    assert torch.equal(scaled_gemm(x, folded).double(), exact(x, w))
+    with pytest.raises(NotImplementedError, match="b must have no block scales where a has float32 scales of 128"):
+        scaled_gemm(x, w)
 
 
 def lost(a: Tensor, b: Tensor, part: int) -> Tensor:

@@ -19,7 +19,7 @@ from cute_kernels import floats
 from cute_kernels.floats import FORMATS
 from cute_kernels.scaled_gemm import api
 from cute_kernels.scaled_gemm.api import FloatOperand, explain_scaled_gemm, scaled_gemm
-from cute_kernels.scaled_gemm.config import OperandFormat, ScaledGemmConfig, candidates, choose, scaled_sums_config
+from cute_kernels.scaled_gemm.config import OperandFormat, ScaledGemmConfig, candidates, choose
 from cute_kernels.scaled_gemm.cuda import choose_config
 from cute_kernels.scaled_gemm.dequantize import dequantize_first, dequantized_format
 
@@ -119,19 +119,42 @@ def test_folding_is_exact_at_the_ends_of_the_range(
         assert torch.equal(found.values(torch.float64) * found.scale.double(), expected)
 
 
-def test_sums_are_scaled_for_bytes_with_scales_of_32_and_bytes_without() -> None:
-    mx, plain = OperandFormat("e4m3", 32, "ue8m0"), OperandFormat("e5m2")
-    config = scaled_sums_config(mx, plain._replace(tiles=True))
-    assert config.scaled_sums == 32 and config.tile_k == 128 and not config.uses_bfloat16 and "as32k1" in config.name
-    assert scaled_sums_config(LINES, plain).scaled_sums == 128
-    for a, b in ((LINES, plain), (plain, LINES)):
-        with pytest.raises(NotImplementedError, match="float32 scales of 128 values on a GPU, got e4m3x128float32"):
-            choose_config(512, 512, 512, a, b, "sm_90a")
-    for a, b, name in ((plain, plain, "a"), (OperandFormat("e2m1", 32, "ue8m0"), plain, "a"),
-                       (mx, OperandFormat("e2m1"), "b"), (mx, mx, "b")):  # fmt: skip
-        with pytest.raises(ValueError, match=f"^{name} must be of 8 bits"):
-            scaled_sums_config(a, b)
-    assert not any(each.scaled_sums for a, b in PAIRS for each in candidates(a, b, "sm_90a"))
+def test_scales_of_128_values_multiply_sums_of_bytes() -> None:
+    plain = OperandFormat("e5m2")
+    for b in (plain, plain._replace(tiles=True), OperandFormat("e2m1")):
+        found = candidates(LINES, b, "sm_90a")
+        assert all(config.promote and not config.uses_bfloat16 and config.tile_k == 128 for config in found)
+        assert choose_config(8, 512, 512, LINES, b, "sm_90a") in found, "of few rows too"
+        large = choose_config(8192, 8192, 8192, LINES, b, "sm_90a")
+        assert isinstance(large, ScaledGemmConfig) and (large.a, large.b.dtype) == (
+            LINES,
+            b.dtype if b == plain else large.b.dtype,
+        )
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "arch", "message"),
+    [
+        (
+            OperandFormat("e4m3"),
+            LINES,
+            "sm_90a",
+            "^b must have no float32 scales of 128 values on a GPU, got e4m3x128float32",
+        ),
+        (
+            LINES,
+            OperandFormat("e2m1", 32, "ue8m0"),
+            "sm_90a",
+            "^b must have no block scales where a .*, got e2m1x32ue8m0",
+        ),
+        (LINES, OperandFormat("e4m3"), "sm_80", "^a must have no float32 scales .* but on sm_90a, got .* on sm_80"),
+    ],
+)
+def test_other_scales_of_128_values_are_refused_on_a_gpu(
+    a: OperandFormat, b: OperandFormat, arch: str, message: str
+) -> None:
+    with pytest.raises(NotImplementedError, match=message):
+        choose_config(512, 512, 512, a, b, arch)
 
 
 @pytest.mark.parametrize("kind", [*KINDS, LINES], ids=lambda kind: kind.name)
@@ -251,14 +274,15 @@ def check_config(config: ScaledGemmConfig, a: OperandFormat, b: OperandFormat, a
     assert (config.kernel == "wgmma") == (arch == "sm_90a")
     assert config.promote or not (a.tiles or b.tiles), "factors of tiles need sums of tiles"
     if config.kernel == "wgmma":
-        assert config.uses_bfloat16 == bool(a.block or b.block or a.dtype == "bfloat16")
+        assert config.uses_bfloat16 == bool(a.block or b.block or "bfloat16" in (a.dtype, b.dtype))
         assert (config.decoders > 0) == (config.is_decoded(a) or config.is_decoded(b))
         assert config.tile_m == 64 * config.groups and (config.packed_stages >= 2 or not config.decoders)
         # A decoder that is ahead must not come to a packed stage before another's copies of the round before have landed:
         # that round is known to be over if consumers have freed the stage that its last K tile was decoded to.
         turns = config.decoders == 0 or config.packed_stages % config.decoders == 0
         assert turns or config.packed_stages >= config.decoders + config.stages
-        assert config.tile_n == 128 or not (config.decoders or a.tiles or b.tiles)
+        assert config.tile_n == 128 or not config.decoders
+        assert config.tile_n != 192 or not config.has_factors, "a scale would be of columns of two tiles"
 
 
 def test_the_exponent_bias_factor_restores_what_decoding_leaves_out() -> None:
@@ -300,7 +324,18 @@ def test_a_tile_has_as_many_columns_as_take_the_least_time() -> None:
         assert choose(m, m, 4096, OperandFormat("bfloat16"), OperandFormat("bfloat16"), "sm_90a").tile_n == 256
         assert choose(m, m, 4096, a, a, "sm_90a", fast=True).tile_n == 256
     tiled = OperandFormat("e4m3", tiles=True)
-    assert choose(4096, 4096, 4096, tiled, tiled, "sm_90a").tile_n == 128
+    assert choose(4096, 4096, 4096, tiled, tiled, "sm_90a").tile_n == 256
+    # A tile of 256 columns reads two scales of b; the second of the last tile does not exist for an odd number of them.
+    for n, columns in ((4000, 256), (3968, 128), (3969, 256)):
+        assert choose(8192, n, 4096, tiled, tiled, "sm_90a").tile_n == columns, n
+        assert choose(8192, n, 4096, LINES, a, "sm_90a").tile_n == 256
+
+
+def test_blocks_share_k_where_that_was_faster() -> None:
+    b = OperandFormat("e4m3", tiles=True)
+    for n, k, lines, plain in ((4096, 14336, 2, 4), (14336, 4096, 1, 1), (8192, 28672, 2, 2)):
+        assert choose(16, n, k, LINES, b, "sm_90a").split == lines
+        assert choose(16, n, k, OperandFormat("e4m3"), b, "sm_90a").split == plain
 
 
 def test_operands_of_many_rows_are_decoded_before_the_product() -> None:
