@@ -138,8 +138,9 @@ def scaled_gemm(
     out_dtype : torch.dtype, default torch.float32
         float32, float16, bfloat16, or float64 on a CPU.
     fast_accum : bool, default False
-        On sm_90a without scales inside the sum: accumulate all of K on Tensor Cores, with about 14 bits. Otherwise, and always
-        in the small-M kernel, Tensor Cores accumulate 128 elements of K at a time, and float32 additions do the rest.
+        On sm_90a without scales inside the sum: accumulate all of K on Tensor Cores, with about 14 bits. Otherwise,
+        and always in the small-M kernel, Tensor Cores accumulate 128 elements of K at a time, and float32 additions do
+        the rest.
 
     Returns
     -------

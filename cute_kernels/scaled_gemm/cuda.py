@@ -17,7 +17,7 @@ from cute_kernels.jit.tma import tensor_map
 from cute_kernels.operands import Rows, aligned, is_ready
 from cute_kernels.scaled_gemm import sm100
 from cute_kernels.scaled_gemm.config import TILE, OperandFormat, ScaledGemmConfig, choose
-from cute_kernels.scaled_gemm.dequantize import dequantize, dequantize_first
+from cute_kernels.scaled_gemm.dequantize import dequantize, dequantize_first, dequantized_format
 from cute_kernels.scaled_gemm.operand import FloatOperand, ScaledGemmProblem
 from cute_kernels.scaled_gemm.sm100 import PackedMatrix, Tcgen05Config, check_alignment, map_parameters
 from cute_kernels.scaled_gemm.small_m import SmallMConfig, choose_small_m, launch_small_m, supports_small_m
@@ -201,8 +201,6 @@ def _launch(problem: ScaledGemmProblem, config: ScaledGemmConfig | SmallMConfig,
     if isinstance(config, SmallMConfig):
         launch_small_m(config, (a, scales_a), (b, scales_b), problem.shape, epilogue, problem.alpha, problem.beta)
         return
-    if not config.takes(n):
-        raise ValueError(f"config must have tile_n {TILE} for tile scales of b of {n} rows, got {config.tile_n}")
     kernel = get_kernel(config)
     if config.a != problem.a.format:
         kept = config.a.tiles or config.a.block == TILE
@@ -221,6 +219,31 @@ def _launch(problem: ScaledGemmProblem, config: ScaledGemmConfig | SmallMConfig,
         kernel.launch((tiles * config.split, 1, 1), (*maps, *result), (config.split, 1, 1))
     else:
         kernel.launch((min(kernel.num_sms * config.resident, tiles), 1, 1), (*maps, *result))
+
+
+def check_reads(problem: ScaledGemmProblem, config: ScaledGemmConfig | SmallMConfig) -> None:
+    """Check that a given config multiplies these operands.
+
+    Parameters
+    ----------
+    problem : ScaledGemmProblem
+        A product.
+    config : ScaledGemmConfig or SmallMConfig
+        Config of a kernel.
+
+    Raises
+    ------
+    ValueError
+        If it is for other formats, or has no scale for some columns of its tiles.
+    """
+    for name, given, read in (("a", problem.a.format, config.a), ("b", problem.b.format, config.b)):
+        lines = given.block == TILE
+        known = (given, *(dequantized_format(given, halves) for halves in (False, True) if not (lines and halves)))
+        if read not in known:
+            raise ValueError(f"config must read {given.name} as {name}, got {read.name}")
+    n = problem.shape[1]
+    if isinstance(config, ScaledGemmConfig) and not config.takes(n):
+        raise ValueError(f"config must have tile_n {TILE} for tile scales of b of {n} rows, got {config.tile_n}")
 
 
 def scaled_gemm_cuda(
@@ -253,6 +276,8 @@ def scaled_gemm_cuda(
         if config is None:
             chosen = select_scaled_config(problem, current_arch(), num_sms(out.device.index)).config
         else:
+            if not isinstance(config, Tcgen05Config):
+                check_reads(problem, config)
             kind, source = _output_types(problem)
             chosen = replace(config, out=kind, source=source)
         epilogue = epilogue_arguments(out, problem.a.scale, problem.b.scale, problem.bias, problem.c)

@@ -18,9 +18,9 @@ from torch import Tensor
 from cute_kernels import floats
 from cute_kernels.floats import FORMATS
 from cute_kernels.scaled_gemm import api
-from cute_kernels.scaled_gemm.api import FloatOperand, explain_scaled_gemm, scaled_gemm
+from cute_kernels.scaled_gemm.api import FloatOperand, check, explain_scaled_gemm, scaled_gemm
 from cute_kernels.scaled_gemm.config import OperandFormat, ScaledGemmConfig, candidates, choose
-from cute_kernels.scaled_gemm.cuda import choose_config
+from cute_kernels.scaled_gemm.cuda import check_reads, choose_config
 from cute_kernels.scaled_gemm.dequantize import dequantize_first, dequantized_format
 
 KINDS = [
@@ -130,6 +130,30 @@ def test_scales_of_128_values_multiply_sums_of_bytes() -> None:
             LINES,
             b.dtype if b == plain else large.b.dtype,
         )
+
+
+def test_a_config_of_other_formats_is_an_error() -> None:
+    plain, tiles, mx = OperandFormat("e4m3"), OperandFormat("e4m3", tiles=True), OperandFormat("e2m1", 32, "ue8m0")
+    for given, read, fits in (
+        ((LINES, tiles), (LINES, tiles), True),
+        ((LINES, tiles), (plain, tiles), False),  # the scales would be lost
+        ((plain, tiles), (plain, plain), False),
+        ((plain, mx), (OperandFormat("bfloat16"), OperandFormat("bfloat16")), True),
+        ((LINES, plain), (OperandFormat("bfloat16"), OperandFormat("bfloat16")), False),
+        ((LINES._replace(dtype="e2m1"), plain), (LINES, plain), True),
+        ((plain, plain), (OperandFormat("e5m2"), plain), False),
+    ):
+        a, b = operand(given[0], 20, 300), operand(given[1], 300, 300)
+        problem = check(a, b, 1.0, 0.0, None, None, None, torch.float32, False)
+        wide, narrow = (replace(candidates(*read, "sm_90a")[0], tile_n=tile_n) for tile_n in (256, 128))
+        if fits:
+            check_reads(problem, narrow)
+        else:
+            with pytest.raises(ValueError, match=r"^config must read \S+ as [ab], got "):
+                check_reads(problem, narrow)
+        if fits and given[1].tiles:
+            with pytest.raises(ValueError, match=r"^config must have tile_n 128 for .* b of 300 rows, got 256"):
+                check_reads(problem, wide)
 
 
 @pytest.mark.parametrize(
