@@ -13,6 +13,7 @@ import io
 import logging
 import re
 import tempfile
+import threading
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -150,6 +151,9 @@ def _usage(info: str) -> Usage | None:
     )
 
 
+_importing = threading.Lock()  # cuda-core 1.2 fills its module late: another thread would find it without its names
+
+
 def keep_headers() -> None:
     """Parse headers once for all compiles of this process that begin with the same ones; the code stays the same.
 
@@ -163,7 +167,8 @@ def keep_headers() -> None:
 
 def _compile(unit: Unit, include_dirs: tuple[str, ...]) -> tuple[bytes, str, str]:
     """Machine code, symbol and the linker's log."""
-    from cuda.core import Linker, LinkerOptions, Program, ProgramOptions
+    with _importing:
+        from cuda.core import Linker, LinkerOptions, Program, ProgramOptions
 
     if _precompiled and "pch" not in _precompiled:
         from cuda.bindings import nvrtc

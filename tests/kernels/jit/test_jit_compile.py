@@ -128,3 +128,19 @@ def test_a_machine_without_gpu_gets_one_line_and_no_deadlock() -> None:
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert run.stdout.startswith("kernels need a CUDA device") and run.stdout.count("\n") == 1
     assert issubclass(DeviceError, RuntimeError)
+
+
+def test_threads_may_compile_from_the_start() -> None:
+    # In a process of its own, where nothing has imported cuda.core.
+    code = (
+        "import sys\n"
+        "from concurrent.futures import ThreadPoolExecutor\n"
+        "from cute_kernels.jit import Unit, compile_unit\n"
+        "sys.setswitchinterval(1e-5)\n"
+        "text = 'template <int N> __global__ void scale(float* x) { x[threadIdx.x] *= N; }'\n"
+        "units = [Unit(text, f'scale<{n}>', 'sm_90a') for n in range(8)]\n"
+        "with ThreadPoolExecutor(8) as pool:\n"
+        "    print(len({binary.symbol for binary in pool.map(compile_unit, units)}))\n"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False)
+    assert run.stdout == "8\n", run.stderr[-2000:]
