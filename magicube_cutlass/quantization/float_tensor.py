@@ -15,6 +15,7 @@ from torch import Tensor
 
 from cute_kernels import floats
 from cute_kernels.float_format import float_format
+from cute_kernels.jit.device import current_arch
 from cute_kernels.watch import watched
 from magicube_cutlass.quantization.float_scales import float_scales, nested_scales, power_scales
 
@@ -170,13 +171,11 @@ class ScaledFloatTensor:
         return values.mT if self.transposed else values
 
     def operand(self) -> FloatOperand:
-        """Return the operand of :func:`cute_kernels.scaled_gemm.api.scaled_gemm`; 2-D only, no blocks of 128."""
+        """Return the operand of :func:`cute_kernels.scaled_gemm.api.scaled_gemm`; 2-D only."""
         from cute_kernels.scaled_gemm.api import FloatOperand
 
         if self.data.ndim != 2:
             raise ValueError(f"a product takes tensors of 2 dimensions, got {self.data.ndim}")
-        if self.block == TILE:
-            raise NotImplementedError("block must be None, 16, 32 or (128, 128) for an operand, got 128; use matmul")
         if isinstance(self.block, int):
             return FloatOperand(
                 self.data, self.dtype, self.k, self.tensor_scale, self.scale, self.block, self.scale_dtype
@@ -334,8 +333,9 @@ def matmul(
     Returns
     -------
     Tensor, shape (M, N)
-        Accuracy of the sums: :func:`cute_kernels.scaled_gemm.api.scaled_gemm`. With float32 scales of blocks of 128,
-        torch multiplies the dequantized matrices in float32.
+        Accuracy of the sums: :func:`cute_kernels.scaled_gemm.api.scaled_gemm`. On a GPU, float32 scales of blocks of
+        128 have a kernel on sm_90a, those of `a` beside a `b` without block scales; otherwise torch multiplies the
+        dequantized matrices in float32.
 
     Raises
     ------
@@ -362,9 +362,16 @@ def matmul(
     if a.shape[1] != b.shape[0]:
         raise ValueError(f"columns of a must be rows of b, got {a.shape[1]} and {b.shape[0]}")
     left, right = _along(a, False, "a"), _along(b, True, "b")
-    if TILE in (left.block, right.block):
+    if not _has_kernel(left, right):
         return _dequantized_product(left, right, bias, out_dtype)
     return scaled_gemm(left.operand(), right.operand(), bias=bias, out_dtype=out_dtype, fast_accum=fast_accum)
+
+
+def _has_kernel(a: ScaledFloatTensor, b: ScaledFloatTensor) -> bool:
+    """Whether :func:`scaled_gemm` multiplies them on their device."""
+    if TILE not in (a.block, b.block) or a.device.type != "cuda":
+        return True
+    return not isinstance(b.block, int) and current_arch() == "sm_90a"
 
 
 def __getattr__(name: str) -> object:

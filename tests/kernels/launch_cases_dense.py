@@ -171,7 +171,7 @@ def _multiply_floats(recorder: Recorder, key: str, a: Any, b: Any, **options: An
     recorder.call(f"gemm_floats {key}", lambda: gemm_floats.scaled_gemm(a, b, **options), **named)
 
 
-def small_floats(recorder: Recorder) -> None:
+def small_floats(recorder: Recorder, arch: str) -> None:
     """Every pair of formats with few rows and many; scales and epilogues take turns; blocks and tiles."""
     shapes = [(8, 512, 1024), (200, 384, 512), (64, 1000, 256), (1, 100, 160), (33, 256, 2048), (256, 512, 192)]
     for i, ((left, right), few) in enumerate(product(product(FORMATS, FORMATS), (0, 1))):
@@ -199,6 +199,10 @@ def small_floats(recorder: Recorder) -> None:
     for kind, name in (("", "e2m1"), ("tiles", "e4m3"), ("mxfp4", "e2m1")):  # large enough to be decoded first
         a, b = (operand(name, 2048, 2048, kind) for _ in range(2))
         _multiply_floats(recorder, f"large {name} {kind}", a, b, out_dtype=torch.float16)
+    if arch == "sm_90a":
+        groups, tiles = mc.quantize(reals(200, 512), dtype="e4m3_g128"), mc.quantize(reals(520, 512), dtype="e4m3_b128")
+        named = {"a": groups.data, "b": tiles.data, "scales_a": groups.scale, "scales_b": tiles.scale}
+        recorder.call("matmul e4m3_g128 x e4m3_b128", lambda: float_tensor.matmul(groups, tiles.mT), **named)
     column = replace(operand("e4m3", 64, 128), packed_data=helpers.random_ints((128, 64), 8, False).mT)
     _multiply_floats(recorder, "column by column", column, operand("e5m2", 40, 128))
 
@@ -270,7 +274,7 @@ def record(recorder: Recorder) -> None:
     """All of them."""
     integers(recorder, recorder.arch)
     integers_by_config(recorder, recorder.arch)
-    small_floats(recorder)
+    small_floats(recorder, recorder.arch)
     floats_by_config(recorder, recorder.arch)
     quantized(recorder)
     if recorder.arch == "sm_90a":

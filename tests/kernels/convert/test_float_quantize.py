@@ -13,6 +13,8 @@ from torch import Tensor
 import magicube_cutlass as mc
 from cute_kernels import floats
 from cute_kernels.floats import FORMATS
+from cute_kernels.scaled_gemm import api
+from magicube_cutlass.quantization import float_tensor
 from magicube_cutlass.quantization.float_tensor import RECIPES, ScaledFloatTensor, matmul
 
 KINDS: list[dict[str, Any]] = [
@@ -233,16 +235,48 @@ def test_bad_codes_are_named(codes: Tensor, scale: Tensor, name: str, error: typ
         ScaledFloatTensor.from_codes(codes, scale, name)
 
 
-def test_a_block_of_128_is_no_operand_of_a_kernel() -> None:
-    with pytest.raises(
-        NotImplementedError, match=re.escape("block must be None, 16, 32 or (128, 128) for an operand, got 128")
-    ):
-        quantized(normal(4, 300), dtype="e4m3_g128").operand()
+def test_rows_with_scales_of_128_are_multiplied() -> None:
     a, b = quantized(normal(4, 300), dtype="e4m3_g128"), quantized(normal(300, 200), dtype="e4m3_b128")
+    assert a.operand().format.name == "e4m3x128float32"
+    truth = a.dequantize().double() @ b.dequantize().double()
+    assert float((matmul(a, b).double() - truth).norm() / truth.norm()) < 1e-6
     with pytest.raises(ValueError, match="bias"):
         matmul(a, b, bias=torch.ones(3))
     with pytest.raises(TypeError, match="out_dtype"):
         matmul(a, b, out_dtype=torch.int32)
+
+
+class OnGpu(ScaledFloatTensor):
+    """A tensor that says that it is on a GPU."""
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cuda")
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "arch", "has_kernel"),
+    [
+        ("e4m3_g128", "e4m3_b128", "sm_90a", True),
+        ("e4m3_g128", "e4m3", "sm_90a", True),
+        ("e4m3_g128", "e4m3_b128", "sm_80", False),
+        ("e4m3_g128", "mxfp4", "sm_90a", False),
+        ("e4m3_g128", "e4m3_g128", "sm_90a", False),
+        ("e4m3", "e4m3_g128", "sm_90a", False),
+        ("mxfp8", "mxfp4", "sm_80", True),
+    ],
+)
+def test_scales_of_128_have_a_kernel_where_it_has_run(
+    a: str, b: str, arch: str, has_kernel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MAGICUBE_ARCH", arch)
+    calls: list[str] = []
+    monkeypatch.setattr(api, "scaled_gemm", lambda *_, **__: calls.append("kernel"))
+    monkeypatch.setattr(float_tensor, "_dequantized_product", lambda *_: calls.append("torch"))
+    left, right = quantized(normal(4, 256), dtype=a), quantized(normal(128, 256), dtype=b)
+    here = [OnGpu(x.data, x.k, x.dtype, x.scale, x.scale_dtype, x.block, x.tensor_scale) for x in (left, right)]
+    matmul(here[0], here[1].mT)
+    assert calls == ["kernel" if has_kernel else "torch"]
 
 
 X = torch.ones(4, 6)
