@@ -24,10 +24,13 @@ def power_scales(largest: Tensor, target: FloatFormat) -> Tensor:
     return torch.where(largest.isfinite(), codes, 255).to(torch.uint8)
 
 
-def nested_scales(largest: Tensor, target: FloatFormat) -> tuple[Tensor, Tensor]:
-    """e4m3 codes of ``largest / (tensor scale * target.largest)``, and the tensor scale."""
+def nested_scales(largest: Tensor, target: FloatFormat, per_row: bool = False) -> tuple[Tensor, Tensor]:
+    """e4m3 codes of ``largest / (tensor scale * target.largest)``, and the tensor scale, () or of each row."""
     finite = torch.where(largest.isfinite(), largest, 0)
-    top = finite.amax() if finite.numel() else finite.new_zeros(())
+    if per_row:
+        top = finite.amax(-1, keepdim=True) if finite.shape[-1] else finite.new_zeros((*finite.shape[:-1], 1))
+    else:
+        top = finite.amax() if finite.numel() else finite.new_zeros(())
     inner = floats.FORMATS["e4m3"]
     tensor_scale = float_scales(top / inner.largest, target)
     codes = floats.encode(largest.double() / (tensor_scale.double() * target.largest), "e4m3", saturate=True)

@@ -61,7 +61,7 @@ class ScaledFloatTensor:
     block : int, tuple of int or None
         16, 32, 128, (128, 128) or None.
     tensor_scale : Tensor or None
-        float32 (), multiplied with e4m3 scales.
+        float32 () or (..., R, 1), multiplied with e4m3 scales.
     transposed : bool
         Whether K is the second-last dimension.
 
@@ -177,9 +177,9 @@ class ScaledFloatTensor:
         if self.data.ndim != 2:
             raise ValueError(f"a product takes tensors of 2 dimensions, got {self.data.ndim}")
         if isinstance(self.block, int):
-            return FloatOperand(
-                self.data, self.dtype, self.k, self.tensor_scale, self.scale, self.block, self.scale_dtype
-            )
+            top = self.tensor_scale
+            top = top.reshape(-1) if top is not None and top.ndim else top
+            return FloatOperand(self.data, self.dtype, self.k, top, self.scale, self.block, self.scale_dtype)
         if self.block is not None:
             return FloatOperand(self.data, self.dtype, self.k, tiles=self.scale)
         return FloatOperand(self.data, self.dtype, self.k, self.scale.reshape(-1) if self.scale.ndim else self.scale)
@@ -255,10 +255,13 @@ def quantize_floats(
     block: Block = None,
     scale_dtype: str | None = None,
     nonfinite: str = "raise",
+    tensor_scale_per_row: bool = False,
 ) -> ScaledFloatTensor:
     """Quantize to low-precision floats: ``code = encode(x / scale)``, to nearest even, saturating.
 
-    Arguments, result and errors as for :func:`magicube_cutlass.quantize` with `dtype`.
+    Arguments, result and errors as for :func:`magicube_cutlass.quantize` with `dtype`. With `tensor_scale_per_row`,
+    e4m3 scales have a float32 scale per row beside them, not one of the tensor: a row is then quantized without the
+    others.
 
     Examples
     --------
@@ -287,7 +290,7 @@ def quantize_floats(
     elif scale_dtype == "ue8m0":
         scale = power_scales(largest, target)
     else:
-        scale, tensor_scale = nested_scales(largest, target)
+        scale, tensor_scale = nested_scales(largest, target, tensor_scale_per_row)
     divisor = _spread(_real(scale, scale_dtype, tensor_scale).double(), block, rows.shape)
     data = floats.pack(floats.encode(rows.double() / divisor, dtype, saturate=True), dtype)
     return ScaledFloatTensor(data, rows.shape[-1], dtype, scale, scale_dtype, block, tensor_scale, flip)

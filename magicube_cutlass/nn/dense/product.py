@@ -60,7 +60,7 @@ def quantize_act(x: Tensor, act: str, act_scale: Tensor | None) -> QuantTensor |
     if act == "e4m3" and act_scale is not None:
         codes = floats.encode(x.double() / act_scale.double(), "e4m3", saturate=True)
         return ScaledFloatTensor(floats.pack(codes, "e4m3"), x.shape[1], "e4m3", act_scale)
-    return quantize_floats(x, act, axis=1, nonfinite="propagate")
+    return quantize_floats(x, act, axis=1, nonfinite="propagate", tensor_scale_per_row=True)
 
 
 def inverse_of(smooth: Tensor) -> Tensor:
