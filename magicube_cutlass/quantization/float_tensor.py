@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["RECIPES", "TILE", "Block", "ScaledFloatTensor", "matmul", "quantize_floats"]
 
 TILE = 128
+_PIECE = 2**17  # values that a CPU encodes at a time: all of 4096 x 4096 take 6 times as long, in new pages of memory
 Block = int | tuple[int, int] | None
 # name -> format of the codes, block, format of the scales
 RECIPES: dict[str, tuple[str, Block, str]] = {
@@ -291,9 +292,24 @@ def quantize_floats(
         scale = power_scales(largest, target)
     else:
         scale, tensor_scale = nested_scales(largest, target, tensor_scale_per_row)
-    divisor = _spread(_real(scale, scale_dtype, tensor_scale).double(), block, rows.shape)
-    data = floats.pack(floats.encode(rows.double() / divisor, dtype, saturate=True), dtype)
+    data = _encoded(rows, _real(scale, scale_dtype, tensor_scale), block, dtype)
     return ScaledFloatTensor(data, rows.shape[-1], dtype, scale, scale_dtype, block, tensor_scale, flip)
+
+
+def _encoded(x: Tensor, scales: Tensor, block: Block, dtype: str) -> Tensor:
+    """Packed codes of ``x / scales``; on a CPU of a few rows at a time, whose intermediate results stay in cache."""
+    if isinstance(block, tuple):
+        scales, block = scales.repeat_interleave(block[0], -2)[..., : x.shape[-2], :], block[1]
+    rows = x.flatten(0, -2)  # (R, K)
+    scales = scales.flatten(0, -2) if scales.ndim else scales  # (R, blocks) or ()
+    step = max(1, _PIECE // max(1, rows.shape[1])) if x.device.type == "cpu" else max(1, rows.shape[0])
+    found = []
+    for i in range(0, max(1, rows.shape[0]), step):
+        piece, own = rows[i : i + step], scales[i : i + step] if scales.ndim else scales
+        divisor = _spread(own.double(), block, piece.shape)
+        found.append(floats.pack(floats.encode(piece.double() / divisor, dtype, saturate=True), dtype))
+    data = torch.cat(found) if len(found) > 1 else found[0]
+    return data.reshape(*x.shape[:-1], data.shape[-1])
 
 
 def _along(x: ScaledFloatTensor, transposed: bool, name: str) -> ScaledFloatTensor:

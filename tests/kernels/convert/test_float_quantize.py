@@ -246,6 +246,17 @@ def test_rows_with_scales_of_128_are_multiplied() -> None:
         matmul(a, b, out_dtype=torch.int32)
 
 
+@pytest.mark.parametrize("dtype", ["e4m3", "e2m1", *RECIPES])
+def test_pieces_are_those_of_the_whole(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(2, 301, 260, generator=torch.Generator().manual_seed(1)) * torch.linspace(0.01, 90, 301)[:, None]
+    found = []
+    for piece in (1 << 30, 260 * 50, 1):  # 50 rows and 1 row at a time; a tile has 128
+        monkeypatch.setattr(float_tensor, "_PIECE", piece)
+        found += [quantized(x, dtype=dtype, scale=scale) for scale in ("row", "column")]
+    for whole, other in zip(found[:2] * 2, found[2:], strict=True):
+        assert torch.equal(whole.data, other.data) and torch.equal(whole.scale, other.scale)
+
+
 class OnGpu(ScaledFloatTensor):
     """A tensor that says that it is on a GPU."""
 
