@@ -13,7 +13,8 @@ from magicube_cutlass.quantization.quantize import quantize
 __all__ = ["GROUP_SIZES", "GroupTensor", "quantize_groups"]
 
 GROUP_SIZES = (16, 32, 64, 128, 256)
-_CHUNK = 1 << 22  # elements quantized at a time
+# Elements quantized at a time; on a CPU, whose intermediate results then stay in cache.
+_CHUNK, _CPU_CHUNK = 1 << 22, 1 << 18
 _STEPS = 24  # clip thresholds tried per group, from 0.6 of the amax up
 
 
@@ -189,7 +190,7 @@ def quantize_groups(
         raise ValueError(f"clip must be 'max' or 'mse', got {clip!r}")
     if 0 in weight.shape:
         raise ValueError(f"weight must have elements, got shape {tuple(weight.shape)}")
-    rows = max(1, _CHUNK // weight.shape[1])
+    rows = max(1, (_CPU_CHUNK if weight.device.type == "cpu" else _CHUNK) // weight.shape[1])
     parts = [_quantize(each, bits, group, symmetric, clip) for each in weight.detach().split(rows)]
     if len(parts) == 1:
         return parts[0]

@@ -24,6 +24,7 @@ from magicube_cutlass.quantization.quant_tensor import QuantTensor, _column_majo
 
 __all__ = ["encode_on_gpu", "quantize", "quantize_along", "refuse"]
 
+_PIECE = 2**16  # entries whose intermediate results stay in cache
 _MSE_STEPS = 60  # clip thresholds tried, from max|x| / 60 to max|x|
 _CHUNK_MODE = {None: 0, 1: 1, 0: 2}
 _HALF = (torch.float16, torch.bfloat16)
@@ -343,6 +344,18 @@ def _percentile(magnitudes: Tensor, percent: float, axis: int | None) -> Tensor:
 
 
 def _squared_error(x: Tensor, scale: Tensor, bits: int, axis: int | None, signed: bool) -> Tensor:
+    """Sum of squared errors of the entries that share a scale, float64; a CPU takes some rows at a time."""
     low, high = int_range(bits, signed)
-    error = (x - scale * torch.round(x / scale).clamp(low, high)).double().square()
-    return error.sum() if axis is None else error.sum(dim=-2 if axis == 0 else -1, keepdim=True)
+
+    def of_rows(rows: Tensor, own: Tensor) -> Tensor:
+        error = (rows - own * torch.round(rows / own).clamp(low, high)).double().square()
+        return error.sum() if axis is None else error.sum(dim=-2 if axis == 0 else -1, keepdim=True)
+
+    if x.ndim < 2 or x.device.type != "cpu" or x.numel() <= _PIECE:
+        return of_rows(x, scale)
+    step = max(1, _PIECE * x.shape[-2] // x.numel())
+    parts = [
+        of_rows(x[..., i : i + step, :], scale[..., i : i + step, :] if axis == 1 else scale)
+        for i in range(0, x.shape[-2], step)
+    ]
+    return torch.cat(parts, -2) if axis == 1 else torch.stack(parts).sum(0)

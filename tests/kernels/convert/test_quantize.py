@@ -1,5 +1,6 @@
 """Quantization: scales, rounding, clips, layouts, and the engine against torch's double."""
 
+import importlib
 import math
 
 import pytest
@@ -11,6 +12,7 @@ from cute_kernels.cpu import engine
 from cute_kernels.cpu.linear import LinearCall
 from cute_kernels.integers import BITS, fetch, int_range, widen
 from magicube_cutlass import SRBCRS, QuantTensor, quantize
+from magicube_cutlass.checks import Granularity
 from magicube_cutlass.dispatch.cpu_linear import CpuLinear
 from magicube_cutlass.quantization.quantize import _encode_torch
 from tests.helpers import SCALES
@@ -174,6 +176,20 @@ def test_mse_clip_is_never_worse_than_max_and_better_with_outliers() -> None:
     x[0] = 20.0
     error = {clip: float((quantize(x, 4, clip=clip).dequantize() - x).square().sum()) for clip in ("max", "mse")}  # type: ignore[arg-type]
     assert error["mse"] < 0.9 * error["max"]
+
+
+@pytest.mark.parametrize("scale", ["row", "column", "tensor"])
+@pytest.mark.parametrize("shape", [(37, 50), (2, 30, 11), (0, 4), (5, 0)], ids=str)
+def test_the_least_error_is_that_of_the_whole_matrix(
+    shape: tuple[int, ...], scale: Granularity, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(1)).mul(3).exp()
+    found = []
+    for piece in (1 << 30, 120, 1):
+        monkeypatch.setattr(importlib.import_module("magicube_cutlass.quantization.quantize"), "_PIECE", piece)
+        found.append(quantize(x, 4, scale=scale, clip="mse").scale)
+    for each in found[1:]:
+        assert each is not None and torch.equal(each, found[0])
 
 
 def test_a_percentile_clip_saturates_the_entries_above_it() -> None:
