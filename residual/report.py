@@ -20,7 +20,8 @@ class Attempt:
     plan : str
         The rung, such as ``int8 direct`` or ``fp32``.
     estimated, upper : float
-        Estimate and bound of its relative Frobenius error.
+        Estimate and bound of its relative Frobenius error. Where rows of A excluded it, `estimated` is of these and
+        `upper` infinite.
     noise : float
         Part of `upper` that the rounding of the probes takes.
 

@@ -13,7 +13,7 @@ from residual.error.estimate import NORM, relative_bound
 from residual.error.factor import confidence, sharp_factor
 from residual.error.float32 import bounded_product
 from residual.error.probes import PROBES
-from residual.execute.run import compute_from, direct_estimate
+from residual.execute.run import compute_from, direct_estimate, far_error
 from residual.operand.ieee import is_ieee
 from residual.operand.prepared import DIRECT, PreparedOperand, version_of
 from residual.options import Options
@@ -86,6 +86,8 @@ class Quick:
         if not A.is_cpu or A.layout != torch.strided or A.stride(1) != 1 or A.is_neg() or A._is_zerotensor():
             return None
         if version_of(self.prepared.weight) != self.prepared.version:
+            return None
+        if far_error(A, self.right, self.tol) is not None:
             return None
         made = direct(A, self.right)
         norm = math.sqrt(made.norm) if made.norm > 0 else 0.0

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from cute_kernels.cpu.direct import DirectProduct, direct
+from cute_kernels.cpu.direct import DirectProduct, DirectRight, direct
 from cute_kernels.cpu.estimate import bound_sums
 from residual.error.estimate import ErrorEstimate, by_power, from_sums
 from residual.error.factor import CONFIDENCE, confidence
@@ -26,6 +26,11 @@ from residual.report import EMPTY, Missed, Report, attempt_of, tolerance_error
 
 if TYPE_CHECKING:
     from residual.cuda.passes import Started
+
+
+_SAMPLE = 16  # rows whose error by one digit is measured before that of all
+_LEAST_SAMPLED = 2**27  # multiplications, 1 ms of one core: a sample takes 30 us
+_FAR = 2.0  # times the tolerance: rows differ, and a sample is no bound
 
 
 class Outcome(NamedTuple):
@@ -178,7 +183,7 @@ def _climb(call: _Call, rungs: tuple[Rung, ...], single: Tensor | None, tried: M
     left: Operand | None = None
     for i, rung in enumerate(rungs[len(tried) :], len(tried)):
         sure = CONFIDENCE if tol is None else confidence(i + (probed and i > 0))
-        made = _direct(call, rung, sure)
+        made = _direct(call, rung, sure, i + 1 == len(rungs))
         if made is None and left is None and rung.mode == "fp32" and tol is not None:
             made = _single(call, single, sure, tol)
         if made is None:
@@ -198,15 +203,35 @@ def _climb(call: _Call, rungs: tuple[Rung, ...], single: Tensor | None, tried: M
     return Outcome(product, report, failure)
 
 
-def _direct(call: _Call, rung: Rung, sure: float) -> _Found | None:
-    """Return the product by one digit and its error, by the CPU engine; None if it does not take the operands."""
+def _direct(call: _Call, rung: Rung, sure: float, is_last: bool = True) -> _Found | None:
+    """Return the product by one digit and its error, by the CPU engine; None if it does not take the operands.
+
+    No product, unless it `is_last`, if that of some rows is far from the tolerance.
+    """
     A, form = call.A, call.right.forms.get(rung)
     if form is None or form.direct is None or not call.is_single:
         return None
     rows = A if A.stride(1) == 1 and not A.is_neg() else A.clone(memory_format=torch.contiguous_format)
+    far = None if is_last else far_error(rows, form.direct, call.options.tol or 0.0)
+    if far is not None:
+        return _Found(None, ErrorEstimate(far, math.inf, sure))
     made = direct(rows, form.direct)
     estimate = direct_estimate(made, sure, call.enough)
     return None if estimate is None else _Found(made.out, estimate)
+
+
+def far_error(A: Tensor, right: DirectRight, tol: float) -> float | None:
+    """Return the estimated error of some rows of a large A by one digit if it is far above `tol`; None otherwise.
+
+    A product that misses costs a third of the float32 one, and the sample some percent of that. It decides what is
+    tried, never what is accepted.
+    """
+    rows = A.shape[0]
+    if not tol or rows < 4 * _SAMPLE or rows * right.shape[0] * right.shape[1] < _LEAST_SAMPLED:
+        return None
+    made = direct(A[:: rows // _SAMPLE][:_SAMPLE], right)
+    error = math.sqrt(made.energy / (PROBES * made.norm)) if made.norm > 0 and math.isfinite(made.norm) else 0.0
+    return error if error > _FAR * tol else None
 
 
 def direct_estimate(made: DirectProduct, sure: float, enough: float) -> ErrorEstimate | None:
