@@ -8,6 +8,25 @@ from torch import Tensor
 from cute_kernels import floats
 from cute_kernels.float_format import FloatFormat
 
+Block = int | tuple[int, int] | None
+
+
+def largest_of(x: Tensor, axis: int | None, block: Block) -> Tensor:
+    """Amax of the elements that share a scale; 0 for none."""
+    magnitudes = x.abs()
+    if block is None:
+        if axis is None:
+            return magnitudes.amax() if x.numel() else x.new_zeros(())
+        return magnitudes.amax(-1, keepdim=True) if x.shape[-1] else x.new_zeros((*x.shape[:-1], 1))
+    width = block if isinstance(block, int) else block[1]
+    if isinstance(block, tuple):
+        padded = torch.nn.functional.pad(magnitudes, (0, 0, 0, -x.shape[-2] % block[0]))
+        rows = padded.shape[-2] // block[0]
+        magnitudes = padded.unflatten(-2, (rows, block[0])).amax(-2) if rows else padded
+    padded = torch.nn.functional.pad(magnitudes, (0, -x.shape[-1] % width))
+    columns = padded.shape[-1] // width
+    return padded.unflatten(-1, (columns, width)).amax(-1) if columns else padded
+
 
 def float_scales(largest: Tensor, target: FloatFormat) -> Tensor:
     """``largest / target.largest`` in float32: 1 for zero, NaN for non-finite values, never rounded to zero."""

@@ -17,7 +17,7 @@ from cute_kernels import floats
 from cute_kernels.float_format import float_format
 from cute_kernels.jit.device import current_arch
 from cute_kernels.watch import watched
-from magicube_cutlass.quantization.float_scales import float_scales, nested_scales, power_scales
+from magicube_cutlass.quantization.float_scales import Block, float_scales, largest_of, nested_scales, power_scales
 
 if TYPE_CHECKING:
     from cute_kernels.scaled_gemm.api import FloatOperand
@@ -26,7 +26,6 @@ __all__ = ["RECIPES", "TILE", "Block", "ScaledFloatTensor", "matmul", "quantize_
 
 TILE = 128
 _PIECE = 2**17  # values that a CPU encodes at a time: all of 4096 x 4096 take 6 times as long, in new pages of memory
-Block = int | tuple[int, int] | None
 # name -> format of the codes, block, format of the scales
 RECIPES: dict[str, tuple[str, Block, str]] = {
     "mxfp8": ("e4m3", 32, "ue8m0"),
@@ -208,23 +207,6 @@ def _spread(scales: Tensor, block: Block, shape: torch.Size) -> Tensor:
     return scales.repeat_interleave(block if isinstance(block, int) else block[1], -1)[..., : shape[-1]]
 
 
-def _largest(x: Tensor, axis: int | None, block: Block) -> Tensor:
-    """Amax of the elements that share a scale; 0 for none."""
-    magnitudes = x.abs()
-    if block is None:
-        if axis is None:
-            return magnitudes.amax() if x.numel() else x.new_zeros(())
-        return magnitudes.amax(-1, keepdim=True) if x.shape[-1] else x.new_zeros((*x.shape[:-1], 1))
-    width = block if isinstance(block, int) else block[1]
-    if isinstance(block, tuple):
-        padded = torch.nn.functional.pad(magnitudes, (0, 0, 0, -x.shape[-2] % block[0]))
-        rows = padded.shape[-2] // block[0]
-        magnitudes = padded.unflatten(-2, (rows, block[0])).amax(-2) if rows else padded
-    padded = torch.nn.functional.pad(magnitudes, (0, -x.shape[-1] % width))
-    columns = padded.shape[-1] // width
-    return padded.unflatten(-1, (columns, width)).amax(-1) if columns else padded
-
-
 def _resolve(dtype: str, axis: int | None, block: Block, scale_dtype: str | None) -> tuple[str, Block, str]:
     """Format, block and scale format of the arguments, checked."""
     if dtype in RECIPES:
@@ -281,7 +263,7 @@ def quantize_floats(
     flip = axis == 0 or (axis is None and not isinstance(block, int) and x.mT.is_contiguous() and not x.is_contiguous())
     rows = (x.detach().mT if flip else x.detach()).contiguous()  # (..., R, k)
     target = float_format(dtype)
-    largest = _largest(rows, axis, block).to(torch.float32)
+    largest = largest_of(rows, axis, block).to(torch.float32)
     if nonfinite == "raise" and not bool(largest.isfinite().all()):
         raise ValueError(f"x must be finite in float32, got {int((~rows.float().isfinite()).sum())} inf or nan of "
                          f"{x.numel()} entries; pass nonfinite='propagate' to let them through")  # fmt: skip
