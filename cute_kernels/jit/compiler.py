@@ -13,7 +13,6 @@ import io
 import logging
 import re
 import tempfile
-import threading
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -151,9 +150,6 @@ def _usage(info: str) -> Usage | None:
     )
 
 
-_importing = threading.Lock()  # cuda-core 1.2 fills its module late: another thread would find it without its names
-
-
 def keep_headers() -> None:
     """Parse headers once for all compiles of this process that begin with the same ones; the code stays the same.
 
@@ -167,9 +163,7 @@ def keep_headers() -> None:
 
 def _compile(unit: Unit, include_dirs: tuple[str, ...]) -> tuple[bytes, str, str]:
     """Machine code, symbol and the linker's log."""
-    with _importing:
-        from cuda.core import Linker, LinkerOptions, Program, ProgramOptions
-
+    core = toolchain.cuda_core()
     if _precompiled and "pch" not in _precompiled:
         from cuda.bindings import nvrtc
 
@@ -177,18 +171,18 @@ def _compile(unit: Unit, include_dirs: tuple[str, ...]) -> tuple[bytes, str, str
         _precompiled["pch"] = True
     messages = io.StringIO()
     given: dict[str, Any] = {**COMPILE_OPTIONS, **_precompiled}
-    options = ProgramOptions(name=_FILE, arch=unit.arch, include_path=list(include_dirs), **given)
-    lto = Program(unit.source, "c++", options).compile("ltoir", name_expressions=[unit.kernel], logs=messages)
+    options = core.ProgramOptions(name=_FILE, arch=unit.arch, include_path=list(include_dirs), **given)
+    lto = core.Program(unit.source, "c++", options).compile("ltoir", name_expressions=[unit.kernel], logs=messages)
     if _text(messages.getvalue()):
         log.debug("messages for %s (%s): %s", unit.title, unit.arch, _text(messages.getvalue()))
     symbol = lto.symbol_mapping[unit.kernel]
     symbol = symbol.decode() if isinstance(symbol, bytes) else symbol
     ptx = unit.arch.startswith("compute_")
     # a unit's headers may define other kernels, which have no business in this binary
-    options = LinkerOptions(
+    options = core.LinkerOptions(
         arch=unit.arch, ptx=ptx or None, kernels_used=symbol, ptxas_options=None if ptx else ["-v"], **LINK_OPTIONS
     )
-    linker = Linker(lto, options=options)
+    linker = core.Linker(lto, options=options)
     code = bytes(linker.link("ptx" if ptx else "cubin").code)
     return code, symbol, _text(linker.get_info_log())
 

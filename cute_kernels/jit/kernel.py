@@ -19,6 +19,7 @@ import torch
 from cute_kernels.jit.cache import build
 from cute_kernels.jit.compiler import Binary, Unit, Usage
 from cute_kernels.jit.device import DeviceError, _device, current_arch
+from cute_kernels.jit.toolchain import cuda_core
 
 TENSOR_MAP_BYTES = 128
 _TENSOR_MAP_ALIGNMENT = 64
@@ -140,15 +141,14 @@ class Kernel:
     def __init__(
         self, binary: Binary, threads: int, smem_bytes: int, device: int, carveout: int = -1, wide_cluster: bool = False
     ) -> None:
-        from cuda.core import ObjectCode
-
         driver = _driver()
         self.name, self.arch, self.device = binary.title, binary.arch, device
         self.usage: Usage | None = binary.usage
         self.threads, self.smem_bytes = threads, smem_bytes
         self.num_sms: int = torch.cuda.get_device_properties(device).multi_processor_count
         _bind_context(device)
-        module = (ObjectCode.from_ptx if binary.arch.startswith("compute_") else ObjectCode.from_cubin)(binary.code)
+        code = cuda_core().ObjectCode
+        module = (code.from_ptx if binary.arch.startswith("compute_") else code.from_cubin)(binary.code)
         try:
             self._kernel = module.get_kernel(binary.symbol)
         except Exception as error:  # cuda.core's errors share no public base class
@@ -289,9 +289,7 @@ class Kernel:
 
 def _bind_context(device: int) -> None:
     """Make torch's context of ``device`` the current one of this thread."""
-    from cuda.core import Device
-
-    Device(device).set_current()
+    cuda_core().Device(device).set_current()
 
 
 _kernels: dict[tuple[Config, int], Kernel] = {}

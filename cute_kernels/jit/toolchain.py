@@ -10,11 +10,13 @@ from __future__ import annotations
 import os
 import platform
 import re
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 
 CUTLASS_WHEEL = "nvidia-cutlass==4.2.0.0"
 CCCL_BELOW = (3, 2)  # of the header's own numbering; CUTLASS 4.2 does not compile with this one and newer ones
@@ -101,6 +103,17 @@ def cutlass_folders() -> list[Path]:
 
 def _wheel(name: str, major: int, below: str = "") -> str:
     return f"{name}-cu12>=12.8,<13" if major == 12 else f"{name}>=13.0,<{below or '14'}"
+
+
+_importing = threading.Lock()
+
+
+def cuda_core() -> ModuleType:
+    """Return ``cuda.core``. Version 1.2 fills its module late: threads that import it at once find it without names."""
+    with _importing:
+        import cuda.core
+
+        return cuda.core
 
 
 def _nvrtc() -> tuple[tuple[int, int], str]:

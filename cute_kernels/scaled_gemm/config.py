@@ -16,7 +16,7 @@ _WIDTHS = {
     256: 0.97,
 }  # tile_n -> measured time per column, relative to tile_n = 128 (docs/lab/floats.md)
 _WIDTHS_WITH_FACTORS = {128: 1.0, 256: 0.89}  # as above, where scales multiply the sums of a K tile
-_SPLIT_K = {False: 2048, True: 4096}  # least K of a CTA that shares a tile; True: where A has scales of 128 values
+_SPLIT_K, _SPLIT_K_LINES = 2048, 4096  # least K of a CTA that shares a tile; where A has scales of 128 values
 _SMEM_BYTES = 232448  # shared memory that a CTA of sm_90a can have
 
 
@@ -221,9 +221,27 @@ class ScaledGemmConfig(KernelConfig):
             "Source": source_type(self.source),
             "FormatA": self.a.dtype.upper(),
             "FormatB": self.b.dtype.upper(),
-            "ScaleA": self.a.scale.upper() or "void" if self.a.block != TILE else "void",
+            "ScaleA": "void" if self.a.block == TILE else self.a.scale.upper() or "void",
             "ScaleB": self.b.scale.upper() or "void",
         }
+
+
+def lines_refusal(a: OperandFormat, b: OperandFormat, arch: str) -> str:
+    """Return why no kernel multiplies operands with float32 scales of 128 values; empty if one does, or none has them.
+
+    Examples
+    --------
+    >>> lines_refusal(OperandFormat("e4m3", 128, "float32"), OperandFormat("e4m3", tiles=True), "sm_90a")
+    ''
+    """
+    lines = f"float32 scales of {TILE} values"
+    if b.block == TILE:
+        return f"b must have no {lines} on a GPU, got {b.name}; a can have them"
+    if a.block == TILE and b.block:
+        return f"b must have no block scales where a has {lines}, got {b.name}; see FloatOperand.folded"
+    if a.block == TILE and arch != "sm_90a":
+        return f"a must have no {lines} but on sm_90a, got {a.name} on {arch}"
+    return ""
 
 
 def _with_stages(config: ScaledGemmConfig) -> ScaledGemmConfig:
@@ -320,10 +338,11 @@ def choose(
         return -(-each.tiles(m, n) // num_sms) * each.tile_n * widths[each.tile_n]
 
     chosen = min(large, key=predicted_time)
+    least = _SPLIT_K_LINES if a.block == TILE else _SPLIT_K
     if small and (m <= 64 or large[-1].tiles(m, n) < num_sms // 2):
         fitting = [
             each for each in small if each.split == 1
-            or (each.tiles(m, n) * each.split <= num_sms and k >= _SPLIT_K[a.block == TILE] * each.split)
+            or (each.tiles(m, n) * each.split <= num_sms and k >= least * each.split)
         ]  # fmt: skip
         chosen = fitting[-1]
     return replace(chosen, out=out, source=source)

@@ -16,7 +16,7 @@ from cute_kernels.jit.kernel import get_kernel
 from cute_kernels.jit.tma import tensor_map
 from cute_kernels.operands import Rows, aligned, is_ready
 from cute_kernels.scaled_gemm import sm100
-from cute_kernels.scaled_gemm.config import TILE, OperandFormat, ScaledGemmConfig, choose
+from cute_kernels.scaled_gemm.config import TILE, OperandFormat, ScaledGemmConfig, choose, lines_refusal
 from cute_kernels.scaled_gemm.dequantize import dequantize, dequantize_first, dequantized_format
 from cute_kernels.scaled_gemm.operand import FloatOperand, ScaledGemmProblem
 from cute_kernels.scaled_gemm.sm100 import PackedMatrix, Tcgen05Config, check_alignment, map_parameters
@@ -101,15 +101,9 @@ def choose_config(
     NotImplementedError
         For float32 scales of 128 values of `b`; for those of `a` beside block scales of `b`, or not on sm_90a.
     """
-    lines = f"float32 scales of {TILE} values"
-    if b.block == TILE:
-        raise NotImplementedError(f"b must have no {lines} on a GPU, got {b.name}; a can have them")
-    if a.block == TILE and b.block:
-        raise NotImplementedError(
-            f"b must have no block scales where a has {lines}, got {b.name}; see FloatOperand.folded"
-        )
-    if a.block == TILE and arch != "sm_90a":
-        raise NotImplementedError(f"a must have no {lines} but on sm_90a, got {a.name} on {arch}")
+    refused = lines_refusal(a, b, arch)
+    if refused:
+        raise NotImplementedError(refused)
     if supports_small_m(m, a, b, arch):
         return choose_small_m(m, n, k, a, b, out=out, source=source, num_sms=num_sms)
     if arch == "sm_90a":
@@ -237,9 +231,8 @@ def check_reads(problem: ScaledGemmProblem, config: ScaledGemmConfig | SmallMCon
         If it is for other formats, or has no scale for some columns of its tiles.
     """
     for name, given, read in (("a", problem.a.format, config.a), ("b", problem.b.format, config.b)):
-        lines = given.block == TILE
-        known = (given, *(dequantized_format(given, halves) for halves in (False, True) if not (lines and halves)))
-        if read not in known:
+        ways = (False,) if given.block == TILE else (False, True)  # as bytes, as bfloat16 times block scales
+        if read not in (given, *(dequantized_format(given, uses_bfloat16) for uses_bfloat16 in ways)):
             raise ValueError(f"config must read {given.name} as {name}, got {read.name}")
     n = problem.shape[1]
     if isinstance(config, ScaledGemmConfig) and not config.takes(n):

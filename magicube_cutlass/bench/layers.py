@@ -190,7 +190,7 @@ def time_layers(
     dense = {f"{OURS}{text}": QuantLinear.from_linear(linear, format_config(text)).eval().freeze() for text in formats}
     calls: dict[str, Callable[[Tensor], object]] = {**baselines(nn.Linear(inner, out, device=device)), **ours}
     for name, each in dense.items():
-        calls[name] = each if device == "cpu" else partial(_in_halves, each.half())
+        calls[name] = each if device == "cpu" else partial(_in_float16, each.half())
     if has_sparse_baselines and device == "cpu":
         for zeros, layer in zip(sparsities, ours.values(), strict=True):
             calls |= sparse_names(layer, zeros) if zeros >= 0.5 else {}
@@ -210,7 +210,7 @@ def time_layers(
         yield LayerTimes(out, inner, count, best, {name: each.median * 1e6 for name, each in times.items()})
 
 
-def _in_halves(layer: QuantLinear, x: Tensor) -> Tensor:
+def _in_float16(layer: QuantLinear, x: Tensor) -> Tensor:
     found: Tensor = layer(x.half())
     return found.float()
 

@@ -354,6 +354,7 @@ def matmul(
     [64.0, 64.0, 64.0]
     """
     from cute_kernels.scaled_gemm.api import scaled_gemm
+    from cute_kernels.scaled_gemm.config import lines_refusal
 
     for name, each in (("a", a), ("b", b)):
         if not isinstance(each, ScaledFloatTensor):
@@ -363,16 +364,10 @@ def matmul(
     if a.shape[1] != b.shape[0]:
         raise ValueError(f"columns of a must be rows of b, got {a.shape[1]} and {b.shape[0]}")
     left, right = _along(a, False, "a"), _along(b, True, "b")
-    if not _has_kernel(left, right):
+    x, y = left.operand(), right.operand()
+    if a.device.type == "cuda" and lines_refusal(x.format, y.format, current_arch()):
         return _dequantized_product(left, right, bias, out_dtype)
-    return scaled_gemm(left.operand(), right.operand(), bias=bias, out_dtype=out_dtype, fast_accum=fast_accum)
-
-
-def _has_kernel(a: ScaledFloatTensor, b: ScaledFloatTensor) -> bool:
-    """Whether :func:`scaled_gemm` multiplies them on their device."""
-    if TILE not in (a.block, b.block) or a.device.type != "cuda":
-        return True
-    return not isinstance(b.block, int) and current_arch() == "sm_90a"
+    return scaled_gemm(x, y, bias=bias, out_dtype=out_dtype, fast_accum=fast_accum)
 
 
 def __getattr__(name: str) -> object:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels.cpu.direct import DirectProduct, DirectRight, direct
-from residual.error.estimate import NORM, relative_bound
+from residual.error.estimate import NORM, ErrorEstimate, relative_bound
 from residual.error.factor import confidence, sharp_factor
 from residual.error.float32 import bounded_product
 from residual.error.probes import PROBES
@@ -87,8 +87,9 @@ class Quick:
             return None
         if version_of(self.prepared.weight) != self.prepared.version:
             return None
-        if far_error(A, self.right, self.tol) is not None:
-            return None
+        far = far_error(A, self.right, self.tol)
+        if far is not None:
+            return self._next(A, ErrorEstimate(far, math.inf, confidence(0)))
         made = direct(A, self.right)
         norm = math.sqrt(made.norm) if made.norm > 0 else 0.0
         if not norm or not math.isfinite(norm):
@@ -100,8 +101,10 @@ class Quick:
         """Return the product by the sharper bound or the next rungs."""
         estimate = direct_estimate(made, confidence(0), self.tol)
         assert estimate is not None  # its norm is finite and not zero
-        if estimate.accepts(self.tol):
-            return made.out
+        return made.out if estimate.accepts(self.tol) else self._next(A, estimate)
+
+    def _next(self, A: Tensor, estimate: ErrorEstimate) -> Tensor:
+        """Return the product by the next rungs, where this one missed."""
         with torch.autocast("cpu", enabled=False):
             tried = ((attempt_of(DIRECT, estimate), estimate),)
             return compute_from(A, self.prepared, self.options, tried=tried).checked()

@@ -85,4 +85,4 @@ def test_small_products_and_few_rows_have_no_sample(rows: list[int]) -> None:
 def test_a_plan_leaves_it_out_too(rows: list[int]) -> None:
     A, B = normal(1), normal(2)
     plan = residual.plan(B=B, tol=1e-3, rungs=RUNGS)
-    assert torch.equal(plan(A), A @ B) and SIZE not in rows and 16 in rows
+    assert torch.equal(plan(A), A @ B) and rows == [16]

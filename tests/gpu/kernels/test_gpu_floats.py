@@ -62,11 +62,11 @@ def hopper(a: OperandFormat, b: OperandFormat) -> list[ScaledGemmConfig]:
 def decoders(*pairs: tuple[OperandFormat, OperandFormat]) -> list[DequantizeConfig]:
     """The kernels that decode operands before a product."""
     wide = [(kind, any(0 < each.block < 128 for each in pair)) for pair in pairs for kind in pair]
-    plain = [(kind._replace(block=0, scale="") if kind.block == 128 else kind, halves) for kind, halves in wide]
+    plain = [(kind._replace(block=0, scale="") if kind.block == 128 else kind, bfloat16) for kind, bfloat16 in wide]
     return [
-        DequantizeConfig(kind, halves)
-        for kind, halves in dict.fromkeys(plain)
-        if dequantized_format(kind, halves) != kind
+        DequantizeConfig(kind, bfloat16)
+        for kind, bfloat16 in dict.fromkeys(plain)
+        if dequantized_format(kind, bfloat16) != kind
     ]
 
 
