@@ -134,13 +134,17 @@ def test_threads_may_compile_from_the_start() -> None:
     # In a process of its own, where nothing has imported cuda.core.
     code = (
         "import sys\n"
-        "from concurrent.futures import ThreadPoolExecutor\n"
-        "from cute_kernels.jit import Unit, compile_unit\n"
+        "from threading import Thread\n"
+        "from cute_kernels.jit.toolchain import cuda_core\n"
         "sys.setswitchinterval(1e-5)\n"
-        "text = 'template <int N> __global__ void scale(float* x) { x[threadIdx.x] *= N; }'\n"
-        "units = [Unit(text, f'scale<{n}>', 'sm_90a') for n in range(8)]\n"
-        "with ThreadPoolExecutor(8) as pool:\n"
-        "    print(len({binary.symbol for binary in pool.map(compile_unit, units)}))\n"
+        "found = []\n"
+        "def names():\n"
+        "    core = cuda_core()\n"
+        "    found.append((core.Linker, core.Program, core.ObjectCode, core.Device))\n"
+        "threads = [Thread(target=names) for _ in range(32)]\n"
+        "for each in threads: each.start()\n"
+        "for each in threads: each.join()\n"
+        "print(len(found))\n"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False)
-    assert run.stdout == "8\n", run.stderr[-2000:]
+    assert run.stdout == "32\n", run.stderr[-2000:]
