@@ -21,15 +21,26 @@ from cute_kernels.layout.column_order import PHASE
 from cute_kernels.layout.fragments import gather_order
 from cute_kernels.machine import (
     MMA_COLUMNS,
+    PANEL_ARCHES,
     SHARED_BYTES,
     GatherModel,
     Machine,
     PanelModel,
     Problem,
     ProblemTypes,
+    ResidentModel,
 )
-from cute_kernels.spmm.heuristics import PANEL_VECTORS, SpmmKernel, candidates
+from cute_kernels.spmm.gather import GatherConfig
+from cute_kernels.spmm.heuristics import (
+    PANEL_VECTORS,
+    RESIDENT_BYTES,
+    RESIDENT_CLUSTERS,
+    RESIDENT_ROWS,
+    RESIDENT_STAGES,
+    candidates,
+)
 from cute_kernels.spmm.panel import PanelConfig
+from cute_kernels.spmm.resident import ResidentConfig
 from magicube_cutlass.cli.arguments import LENGTHS, STRIDES
 from magicube_cutlass.cli.explore import DATA
 from magicube_cutlass.dispatch.cpu_costs import CLASSES, FEW, HALF, CpuCosts, fit_costs
@@ -44,6 +55,7 @@ PANEL = ("warps", "rows_per_warp", "cluster", "tile", "stages", "tile_window", "
          "mma_k", "products", "vector_length")  # fmt: skip
 GATHER = ("warps", "split_k_warps", "threads", "smem_bytes", "tile_n", "tile_n_bytes", "shares_long_rows", "mma_k",
           "vector_length")  # fmt: skip
+RESIDENT = ("warps", "together", "tile_n", "tile_n_bytes", "mma_k", "record_bytes", "sum_words")
 GPUS = (  # name, architecture, SMs, whether cost models and dense products were measured on it
     ("NVIDIA H200", "sm_90a", 132, True),
     ("NVIDIA H100 SXM", "sm_90a", 132, False),
@@ -77,7 +89,7 @@ def source(name: str) -> dict[str, str]:
 def kernels(arch: str, rows: dict[str, list[list[Any]]]) -> dict[str, Any]:
     """Return the configs that selection compares, by operands and by bytes of the N tile; `rows` collects them."""
 
-    def place(config: SpmmKernel) -> tuple[str, int]:
+    def place(config: GatherConfig | PanelConfig) -> tuple[str, int]:
         is_panel = isinstance(config, PanelConfig)
         kind, names = ("panel", PANEL) if is_panel else ("gather", GATHER)
         values = [getattr(config, name) for name in names]
@@ -97,8 +109,11 @@ def kernels(arch: str, rows: dict[str, list[list[Any]]]) -> dict[str, Any]:
                 problem = Problem(64, 4096, 64 * 400, 400, -(-row_bytes * 8 // b))
                 configs = candidates(kind, Machine(arch, 132), problem)
                 size = "wide" if row_bytes > 64 else str(configs[0].tile_n_bytes)
-                places = [place(config) for config in configs]
+                places = [place(config) for config in configs if not isinstance(config, ResidentConfig)]
                 tiles[size] = {kind: [i for name, i in places if name == kind] for kind in ("gather", "panel")}
+                if arch in PANEL_ARCHES and size != "wide" and int(size) <= RESIDENT_BYTES:
+                    base = ResidentConfig(configs[0].atom, v, configs[0].a, configs[0].b, OUT, tile_n_bytes=int(size))
+                    tiles[size]["resident"] = [getattr(base, name) for name in RESIDENT]
             first = configs[0]
             prefix = f"{first.atom}-v{v}-{first.a.name}x{first.b.name}-{OUT}"
             found[f"{v}-{a}x{b}"] = {"prefix": prefix, "atom": first.atom, "tiles": tiles}
@@ -126,8 +141,12 @@ def constants() -> dict[str, Any]:
         "shared_bytes": SHARED_BYTES,
         "panel_vectors": PANEL_VECTORS,
         "phase": PHASE,
-        "models": {"panel": panel | {"share": share}, "gather": asdict(GatherModel())},
-        "fields": {"panel": ["tag", *PANEL], "gather": ["tag", *GATHER, "digit_products"]},
+        "models": {
+            "panel": panel | {"share": share}, "gather": asdict(GatherModel()), "resident": asdict(ResidentModel()),
+        },
+        "resident": {"clusters": RESIDENT_CLUSTERS, "rows": RESIDENT_ROWS, "stages": RESIDENT_STAGES},
+        "fields": {"panel": ["tag", *PANEL], "gather": ["tag", *GATHER, "digit_products"],
+                   "resident": list(RESIDENT)},
         "configs": rows,
         "spmm": spmm,
         "gather_order": {name: [gather_order(each)(k) for k in range(each.shape[2])] for name, each in atoms.items()},

@@ -97,6 +97,19 @@ class GatherModel:
 
 
 @dataclass(frozen=True)
+class ResidentModel:
+    """Cost model of the resident kernel: nanoseconds per part.
+
+    Fitted to the choice among the three kernels on an H100, weights cold and warm, behind another kernel.
+    """
+
+    launch: float = 2820.0
+    byte: float = 0.0118  # of A, read by one SM of all
+    fill: float = 0.0071  # of a byte of B that a CTA holds
+    team: float = 2270.0  # sums of two CTAs
+
+
+@dataclass(frozen=True)
 class Machine:
     """A GPU as kernel selection reads it.
 
@@ -106,7 +119,7 @@ class Machine:
         Architecture, such as ``"sm_90a"``.
     num_sms : int
         SMs.
-    panel, gather : PanelModel, GatherModel
+    panel, gather, resident : PanelModel, GatherModel, ResidentModel
         Cost models; measured ones after ``magicube tune``.
     """
 
@@ -114,6 +127,7 @@ class Machine:
     num_sms: int
     panel: PanelModel = PanelModel()
     gather: GatherModel = GatherModel()
+    resident: ResidentModel = ResidentModel()
 
 
 PANEL_ARCHES = ("sm_90a", "sm_100a", "sm_103a")  # TMA and 227 KiB of shared memory

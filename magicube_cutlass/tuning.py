@@ -1,7 +1,7 @@
 """Measured constants of the cost models for this GPU: ``magicube tune``.
 
-Products of random shapes are timed with every candidate config. The constants of ``PanelModel`` and ``GatherModel`` are
-fitted to one half of the shapes and tested on the other.
+Products of random shapes are timed with every candidate config. The constants of ``PanelModel``, ``GatherModel`` and
+``ResidentModel`` are fitted to one half of the shapes and tested on the other.
 """
 
 from __future__ import annotations
@@ -17,10 +17,13 @@ import torch
 
 from cute_kernels.dtypes import Integer
 from cute_kernels.machine import Machine, Problem, ProblemTypes
+from cute_kernels.spmm.gather import GatherConfig
 from cute_kernels.spmm.heuristics import SpmmKernel, candidates, spmm_cost
 from cute_kernels.spmm.panel import PanelConfig
+from cute_kernels.spmm.resident import ResidentConfig
 from magicube_cutlass.dispatch.machine import _numbers, _with_numbers
 
+_MODELS: dict[type, str] = {PanelConfig: "panel", GatherConfig: "gather", ResidentConfig: "resident"}
 KIND = ProblemTypes(8, Integer(8, True), Integer(8, True), "float16")
 _ROWS = (128, 256, 512, 1024, 2048, 4096, 8192, 14336)
 _INNER = (512, 1024, 2048, 4096, 8192)
@@ -82,13 +85,12 @@ def _fitted(machine: Machine, name: str, samples: list[tuple[SpmmKernel, Problem
 
 
 def fit(cases: Sequence[Case], machine: Machine) -> Machine:
-    """Return the machine with both cost models fitted to the times of `cases`."""
-    samples: dict[str, list[tuple[SpmmKernel, Problem, float, float]]] = {"panel": [], "gather": []}
+    """Return the machine with its cost models fitted to the times of `cases`."""
+    samples: dict[str, list[tuple[SpmmKernel, Problem, float, float]]] = {name: [] for name in _MODELS.values()}
     for case in cases:
         best = min(case.times.values())
         for config, time in case.times.items():
-            name = "panel" if isinstance(config, PanelConfig) else "gather"
-            samples[name].append((config, case.problem, time, best))
+            samples[_MODELS[type(config)]].append((config, case.problem, time, best))
     for name, found in samples.items():
         machine = _fitted(machine, name, found)
     return machine

@@ -55,6 +55,10 @@ __device__ __forceinline__ void load_transposed(uint32_t from, uint32_t* to) {
 __device__ __forceinline__ void store_shared(uint32_t to, uint32_t word) {
   asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(word) : "memory");
 }
+__device__ __forceinline__ void store_shared(uint32_t to, const uint32_t (&words)[4]) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3])
+               : "memory");
+}
 __device__ __forceinline__ uint32_t load_shared_half(uint32_t from) {
   uint16_t half;
   asm volatile("ld.shared.u16 %0, [%1];" : "=h"(half) : "r"(from) : "memory");
@@ -169,6 +173,11 @@ __device__ __forceinline__ void bulk_copy(uint32_t to, const void* from, int byt
 // Bring a tensor map, and a line of data, closer before their first use.
 __device__ __forceinline__ void prefetch_tensor_map(const TmaDescriptor* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+// Load a word for its line's sake; nothing waits for it.
+__device__ __forceinline__ void touch(const float* at) {
+  float word;
+  asm volatile("ld.global.f32 %0, [%1];" : "=f"(word) : "l"(at));
 }
 __device__ __forceinline__ void prefetch_l2(const void* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
 

@@ -113,6 +113,13 @@ class SpmmConfig(SparseConfig):
         return (1 if self.has_fused_digits else self.digits[0]) * self.digits[1]
 
     @property
+    def record_bytes(self) -> int:
+        """Bytes per record of the panel and the resident kernel: a group's values, and the offsets of its rows of B."""
+        whole = 4 if self.packed or self.entry.mma_bits == 4 else 8 * self.digits[0]
+        bits = self.stored.bits if self.entry.floating else whole
+        return self.mma_k * (self.vector_length * bits // 8 + 2)
+
+    @property
     def shifted(self) -> bool:
         """Whether accumulators hold 16 or 256 times the product: signed nibbles become the high halves of bytes."""
         through_bytes = self.entry.mma_bits == 8 and not self.entry.floating
@@ -124,6 +131,7 @@ class SpmmConfig(SparseConfig):
         return self.tile_n_bytes * 8 // element_bits(self.b)
 
     tile_n_bytes: ClassVar[int]
+    any_rows: ClassVar[bool] = False  # whether rows of B may have any pitch and alignment
 
     def _constants(self) -> dict[str, object]:
         return {

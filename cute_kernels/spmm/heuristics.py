@@ -17,74 +17,12 @@ from cute_kernels.machine import (
     ProblemTypes,
     outgrows,
 )
-from cute_kernels.spmm.gather import GatherConfig, long_groups
+from cute_kernels.spmm.cost import gather_cost, panel_cost, resident_cost
+from cute_kernels.spmm.gather import GatherConfig
 from cute_kernels.spmm.panel import PanelConfig
+from cute_kernels.spmm.resident import ResidentConfig
 
-
-def panel_cost(config: PanelConfig, machine: Machine, problem: Problem) -> float:
-    """Predict the time of the panel kernel in nanoseconds.
-
-    ``launch + waves * (sqrt(work^2 + fill^2) + epilogue) + tail``: per wave of CTAs, the MMAs of all warps overlap with
-    the loads of tiles of B. The tail is the longest vector row, which one warp multiplies. The constants are those of
-    ``machine.panel``.
-    """
-    model = machine.panel
-    clusters = machine.num_sms // config.cluster
-    items = config.items(problem.vector_rows, problem.n, problem.batch)
-    waves = -(-items // clusters)
-    mean, tiles = problem.vectors / problem.vector_rows, -(-problem.inner // config.tile)
-    groups = max(mean / config.mma_k + 0.5, min(tiles / config.tile_window, mean))
-    rows = min(config.warps * config.rows_per_warp, problem.vector_rows)
-    # MMAs per 16 bytes of a group's rows of B, relative to L8-R8 at V = 8
-    products = config.products * max(1, config.vector_length // 8) * config.tile_n / config.tile_n_bytes
-    share = dict(model.share)[config.warps, config.rows_per_warp]
-    window = mean * config.tile * config.tile_window / problem.inner  # vectors of a row per window
-    # A wide window has more columns to choose from, and so fewer bank conflicts.
-    wavefronts = 1.0 + min(model.conflict / window, 1.4)
-    chunks = config.tile_n_bytes / 16 * max(wavefronts, 0.5 * (wavefronts + products))
-    chunks *= (model.narrow if config.tile_n_bytes <= 64 else 1.0) * (model.ahead if config.a_stages else 1.0)
-    work = rows * groups * chunks * model.chunk * share
-    row = model.half if config.tile_n_bytes == 32 else model.row
-    fill = problem.inner * (model.byte * config.tile_n_bytes / config.cluster * items / (waves * clusters) + row)
-    fill += tiles * model.flight / (config.stages - config.tile_window)
-    epilogue = model.block + model.result * rows * config.tile_n_bytes
-    tail = model.tail * (_longest(mean, problem.longest) - mean) / config.mma_k
-    return model.launch + waves * ((work**2 + fill**2) ** 0.5 + epilogue) + tail
-
-
-def _longest(mean: float, longest: int) -> float:
-    """Vectors of the longest vector row beyond those of a uniform pattern: mean + 3 standard deviations."""
-    return max(mean, longest - 3 * mean**0.5)
-
-
-def gather_cost(config: GatherConfig, machine: Machine, problem: Problem) -> float:
-    """Predict the time of the gather kernel in nanoseconds.
-
-    ``launch + waves * (warp + groups * step) + tail + epilogue``: each warp multiplies the groups of one vector row.
-    The tail is the longest vector row. The constants are those of ``machine.gather``.
-    """
-    model = machine.gather
-    tiles = -(-problem.n // config.tile_n) * problem.batch
-    registers = 80 if config.tile_n_bytes == 128 else 64
-    blocks = min(SHARED_BYTES // (config.smem_bytes + 1024), 65536 // (registers * config.threads))
-    resident = min(blocks * config.warps, 64) * machine.num_sms
-    full = problem.vector_rows * tiles * config.split_k_warps / resident
-    mean = problem.vectors / max(problem.vector_rows, 1)
-    groups = mean / (config.mma_k * config.split_k_warps) + 0.5
-    # Vector rows longer than in a uniform pattern extend the tail. All warps of a CTA share long ones.
-    longest = _longest(mean, problem.longest) / config.mma_k
-    is_long = config.shares_long_rows and longest > long_groups(problem.vectors // config.mma_k, problem.vector_rows)
-    longest = longest / (config.warps if is_long else config.split_k_warps) + 0.5
-    crowd = model.crowd * max(config.tile_n_bytes, 64) / 64 * min(1.0, full) * resident / machine.num_sms / 32
-    products = config.digits[0] * config.digits[1] * max(config.vector_length / 8, 1.0)
-    products *= config.tile_n / config.tile_n_bytes
-    step = model.group + crowd * max(1.0, 0.5 + 0.5 * products)
-    team = model.team * (config.split_k_warps - 1) / 4 * config.tile_n / 64
-    warps = max(1.0, full) * (model.warp + groups * step + team) + (longest - groups) * step
-    return model.launch + warps + model.result * problem.vector_rows * 8 * problem.n
-
-
-SpmmKernel = GatherConfig | PanelConfig
+SpmmKernel = GatherConfig | PanelConfig | ResidentConfig
 
 
 def choose_spmm(
@@ -108,13 +46,13 @@ def choose_spmm(
     atom : str, optional
         Name of the MMA atom. Default: selected by element types and architecture.
     single_use : bool, default False
-        A is multiplied once. The panel kernel is excluded: packing A for it takes longer than the product.
+        A is multiplied once. Only the gather kernel is tried: packing A for another takes longer than the product.
     transposes : bool, default False
         C^T is wanted. The config is one that writes it, unless a launch more is faster.
 
     Returns
     -------
-    GatherConfig or PanelConfig
+    GatherConfig, PanelConfig or ResidentConfig
 
     Raises
     ------
@@ -132,7 +70,9 @@ def choose_spmm(
     ('PanelConfig', 'GatherConfig')
     """
     found = [
-        each for each in candidates(kind, machine, problem, atom) if not (single_use and isinstance(each, PanelConfig))
+        each
+        for each in candidates(kind, machine, problem, atom)
+        if not (single_use and not isinstance(each, GatherConfig))
     ]
     if transposes:
         found = _transposing(found, problem.n)
@@ -150,7 +90,7 @@ def candidates(kind: ProblemTypes, machine: Machine, problem: Problem, atom: str
 
     Returns
     -------
-    list of GatherConfig and PanelConfig
+    list of GatherConfig, PanelConfig and ResidentConfig
     """
     name = resolve_atom(atom, kind, machine.arch)
     operands = (name, kind.vector_length, kind.lhs, kind.rhs, kind.out)
@@ -166,13 +106,28 @@ def candidates(kind: ProblemTypes, machine: Machine, problem: Problem, atom: str
     size = None if int64_accum else _small_tile(gather, problem.n)
     if size is None:
         return found
-    return [
+    narrow: list[SpmmKernel] = [
         _with_a_stages(replace(each, tile_n_bytes=size))
         if isinstance(each, PanelConfig)
         else replace(each, tile_n_bytes=size)
         for each in found
         if each.tile_n_bytes == 64
     ]
+    if machine.arch in PANEL_ARCHES and size <= RESIDENT_BYTES:
+        narrow += _residents(ResidentConfig(*operands, tile_n_bytes=size), machine, problem)
+    return narrow
+
+
+def _residents(base: ResidentConfig, machine: Machine, problem: Problem) -> list[ResidentConfig]:
+    """Return configs for one CTA and for a pair of CTAs per block of vector rows, where their rows of B fit."""
+    found: list[ResidentConfig] = []
+    for cluster in RESIDENT_CLUSTERS:
+        rows = -(-problem.vector_rows // (machine.num_sms // cluster))  # of a cluster, if all run at once
+        tile = -(-problem.inner // (8 * cluster)) * 8
+        sized = replace(base, tile=tile, block_rows=max(1, min(rows, RESIDENT_ROWS)), cluster=cluster)
+        tried = (replace(sized, stages=stages, stage_records=records) for stages, records in RESIDENT_STAGES)
+        found += [each for each in tried if each.smem_bytes <= SHARED_BYTES][:1]
+    return found
 
 
 def _transposing(found: list[SpmmKernel], columns: int) -> list[SpmmKernel]:
@@ -181,6 +136,7 @@ def _transposing(found: list[SpmmKernel], columns: int) -> list[SpmmKernel]:
     Stores of 16 bytes cost 3 us of 19 for 512 columns, and 50 of 100 for 4,096: of many columns, only pairs of vector
     rows are written transposed. 11 warps of 4 vector rows then read less of B than 15 of 2.
     """
+    found = [each for each in found if not isinstance(each, ResidentConfig)]  # no GPU has run their transposed form
     if columns <= _MOST_SHORT_STORES:
         short = [each for each in found if not (isinstance(each, PanelConfig) and each.rows_per_warp == 3)]
         return [replace(each, transposed=True) for each in short]
@@ -220,6 +176,10 @@ PANEL_VECTORS = 16  # of a vector row on average, from which on the panel kernel
 _SMALL_TILES = (16, 32, 64)  # tile_n_bytes for small N
 _A_STAGES = (8, 6, 4, 3)
 _MOST_SHORT_STORES = 512  # columns
+RESIDENT_BYTES = 32  # of a row of B; wider ones have not been measured
+RESIDENT_CLUSTERS = (1, 2)  # of four, fewer run at once than there are SMs for
+RESIDENT_ROWS = 32
+RESIDENT_STAGES = ((2, 16), (4, 8), (3, 8), (4, 4), (3, 4))  # of the resident kernel: stages, records of one
 # (warps, rows_per_warp)
 _PANEL_SHAPES = ((16, 1), (15, 2), (14, 2), (13, 2), (11, 3), (11, 2), (8, 2), (11, 1), (8, 1), (7, 1))
 # By warps: accumulator registers per lane without spills.
@@ -268,6 +228,8 @@ def spmm_cost(config: SpmmKernel, machine: Machine, problem: Problem) -> float:
     """
     if isinstance(config, PanelConfig):
         return panel_cost(config, machine, problem)
+    if isinstance(config, ResidentConfig):
+        return resident_cost(config, machine, problem)
     return gather_cost(config, machine, problem)
 
 
@@ -285,7 +247,7 @@ def reason(config: SpmmKernel, vector_rows: int, vectors: int, longest: int, sin
 
     Parameters
     ----------
-    config : GatherConfig or PanelConfig
+    config : GatherConfig, PanelConfig or ResidentConfig
         Selected config.
     vector_rows, vectors, longest : int
         Sizes of A: vector rows, stored vectors, vectors of the longest vector row.
@@ -305,6 +267,11 @@ def reason(config: SpmmKernel, vector_rows: int, vectors: int, longest: int, sin
             f"panel: {vector_rows} vector rows of {mean:.0f} vectors on average share tiles of B in shared memory; "
             f"{config.warps} warps of {config.rows_per_warp} vector rows have the least predicted time"
         )
+    if isinstance(config, ResidentConfig):
+        return (
+            f"resident: {config.tile} rows of B stay in the shared memory of a CTA, and its {config.warps} warps share "
+            f"the vectors of {config.block_rows} vector rows equally"
+        )
     if config.int64_accum:
         return f"gather, int64 accumulators: a vector row of {longest} vectors can overflow int32"
     split = f"; {config.split_k_warps} warps share a vector row (split-K)" if config.split_k_warps > 1 else ""
@@ -318,7 +285,7 @@ def check_spmm(config: SpmmKernel, kind: ProblemTypes, longest: int) -> None:
 
     Parameters
     ----------
-    config : GatherConfig or PanelConfig
+    config : GatherConfig, PanelConfig or ResidentConfig
         Kernel config of the caller.
     kind : ProblemTypes
         Element types, vector length and output dtype of the product.
@@ -354,4 +321,7 @@ def spmm_config(name: str) -> SpmmKernel:
     >>> spmm_config("spmm_gather-s8_m16n8k32-v8-s8xs8-int32-b64s4w4r1").warps
     4
     """
-    return (PanelConfig if name.startswith(PanelConfig.STEM) else GatherConfig).from_name(name)
+    return next(each for each in _CLASSES if name.startswith(each.STEM) or each is GatherConfig).from_name(name)
+
+
+_CLASSES: tuple[type[SpmmKernel], ...] = (PanelConfig, ResidentConfig, GatherConfig)

@@ -12,8 +12,8 @@
 
 #include "device/pipeline.cuh"
 #include "device/warpgroup.cuh"
-#include "spmm/common.cuh"
 #include "spmm/pairs.cuh"
+#include "spmm/record.cuh"
 
 namespace magicube {
 
@@ -104,32 +104,6 @@ __device__ void producer_loop(const PanelRing<C>& ring, PanelItem<C> item, const
   ring.close(position.parities);
 }
 
-// One record in registers: offsets of the rows of B in the ring, and values.
-template <class C>
-struct PanelGroup {
-  using S = SpmmShape<C>;
-  static constexpr int kSlots = S::Shape::kK;
-  static constexpr int kSlotLanes = (kSlots + 31) / 32;
-  static constexpr int kRecordWords = int(S::kGroupWords) + kSlots / 2;
-
-  uint32_t place[kSlotLanes];  // units of 16 bytes, swizzled
-  SparseFragment<C> values;
-
-  // A record: values in fragment order, then 16-bit offsets.
-  __device__ void load(const uint32_t* record, int lane) {
-    const uint16_t* places = reinterpret_cast<const uint16_t*>(record + S::kGroupWords);
-    CUTE_UNROLL
-    for (int i = 0; i < kSlotLanes; ++i) place[i] = __ldg(places + 32 * i + lane % kSlots);
-    values.load(record, lane);
-  }
-  // As load, from shared memory.
-  __device__ void read(uint32_t at, int lane) {
-    CUTE_UNROLL
-    for (int i = 0; i < kSlotLanes; ++i) place[i] = load_shared_half(at + S::kGroupWords * 4 + 2 * (32 * i + lane % kSlots));
-    values.read(at, lane);
-  }
-};
-
 // Packed operand A.
 struct PanelMatrix {
   const int64_t* group_start;  // (units + 1,)
@@ -143,7 +117,7 @@ struct PanelMatrix {
 // Records of the vector rows of a warp, in order of their tiles. The next two are in registers or in flight.
 template <class C, bool kRing = (C::kAStages > 0)>
 struct GroupStream {
-  using Group = PanelGroup<C>;
+  using Group = Record<C>;
 
   const uint32_t* first;
   uint32_t after;  // words from `first` to the record after those
@@ -168,7 +142,7 @@ struct GroupStream {
 // As above, with kAStages records in shared memory or in flight: with short rows of B, two records do not hide the latency.
 template <class C>
 struct GroupStream<C, true> {
-  using Group = PanelGroup<C>;
+  using Group = Record<C>;
   static constexpr int kRecordBytes = 4 * Group::kRecordWords, kPieces = kRecordBytes / 16;
   static_assert(kRecordBytes % 16 == 0, "a record must be whole 16-byte copies");
   static_assert(kRecordBytes == C::kRecordBytes, "host and device must agree");
@@ -228,30 +202,6 @@ struct TileCounts {
   }
 };
 
-template <class C>
-__device__ void add_panel_group(Accumulators<C>& acc, const PanelGroup<C>& group, uint32_t ring) {
-  using S = SpmmShape<C>;
-  using Group = PanelGroup<C>;
-  CUTE_UNROLL
-  for (int chunk = 0; chunk < S::kChunks; chunk += S::kStep) {
-    uint32_t raw[S::kStep][S::Units::kMatrices];
-    CUTE_UNROLL
-    for (int c = 0; c < S::kStep; ++c) {
-      // The swizzle is an XOR of the chunk number with the row number.
-      if constexpr (Group::kSlots % 32 == 0) {
-        CUTE_UNROLL
-        for (int i = 0; i < Group::kSlotLanes; ++i) {
-          load_transposed((ring + group.place[i] * 16) ^ ((chunk + c) * 16), raw[c] + 4 * i);
-        }
-      } else {
-        static_assert(Group::kSlots == 16, "a group must have 16 slots or a multiple of 32");
-        load_transposed_pair((ring + group.place[0] * 16) ^ ((chunk + c) * 16), raw[c]);
-      }
-    }
-    acc.add(group.values, chunk, raw);
-  }
-}
-
 // A for one work item of a warp: records, counts per tile, and vector rows.
 template <class C>
 struct PanelStream {
@@ -263,7 +213,7 @@ struct PanelStream {
   __device__ void open(const PanelMatrix& matrix, int64_t unit, int64_t start, int tiles, uint32_t ring, int lane) {
     CUTE_UNROLL
     for (int i = 0; i < C::kRowsPerWarp; ++i) rows[i] = matrix.order[unit * C::kRowsPerWarp + i];
-    groups.open(matrix.records + uniform(start) * PanelGroup<C>::kRecordWords, ring, lane);
+    groups.open(matrix.records + uniform(start) * Record<C>::kRecordWords, ring, lane);
     counts.load(matrix.counted(unit, tiles * TileCounts<C>::kWords), lane, tiles);
   }
 };
@@ -290,7 +240,7 @@ __device__ void consume_item(const PanelRing<C>& ring, PipelineState<C>& positio
         CUTE_NO_UNROLL
         for (int remaining = i % 2 ? counts[i / 2] >> 16 : counts[i / 2] & 0xFFFF; remaining > 0; --remaining) {
           stream.groups.begin(lane);
-          add_panel_group(acc[i], stream.groups.current, ring.base);
+          add_record(acc[i], stream.groups.current, ring.base);
           stream.groups.end(lane);
         }
       }
@@ -351,7 +301,7 @@ spmm_panel(const __grid_constant__ TmaDescriptor map, const int64_t* group_start
   PipelineState<C> position;
   const PanelMatrix matrix{group_start, counts, records, order};
   const uint32_t records_at =
-      shared_address(shared) + PanelRing<C>::kRecordsAt + warp * C::kAStages * PanelGroup<C>::kRecordWords * 4;
+      shared_address(shared) + PanelRing<C>::kRecordsAt + warp * C::kAStages * Record<C>::kRecordWords * 4;
   stream.open(matrix, unit(), start, ring.tiles, records_at, lane);
   pdl_wait();
   while (item.exists()) {

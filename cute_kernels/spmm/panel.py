@@ -21,7 +21,7 @@ from cute_kernels.machine import SHARED_BYTES
 from cute_kernels.operands import DenseArg, OutputArg, ScaleArg, Vectors
 from cute_kernels.spmm.config import SpmmConfig, pack_fragments
 
-__all__ = ["BOX_ROWS", "PackedPanel", "PanelConfig", "balance_rows"]
+__all__ = ["BOX_ROWS", "PackedPanel", "PanelConfig", "balance_rows", "pack_records", "take"]
 
 BOX_ROWS = 256  # limit of a TMA box
 _PREFETCHED_RECORDS = 8  # records beyond the last one that a kernel can prefetch
@@ -103,13 +103,6 @@ class PanelConfig(RingConfig, SpmmConfig):
         fits = self._unpaired_bytes + self._exchange_bytes <= SHARED_BYTES
         return self.rows_per_warp % 2 == 0 or (self.rows_per_warp == 1 and self.warps % 2 == 0 and fits)
 
-    @property
-    def record_bytes(self) -> int:
-        """Bytes per record: the values of a group, and the offsets of its rows of B."""
-        whole = 4 if self.packed or self.entry.mma_bits == 4 else 8 * self.digits[0]
-        bits = self.stored.bits if self.entry.floating else whole
-        return self.mma_k * (self.vector_length * bits // 8 + 2)
-
     def _tags(self) -> list[str]:
         shape = f"b{self.tile_n_bytes}t{self.tile}s{self.stages}x{self.tile_window}w{self.warps}r{self.rows_per_warp}"
         shape += (f"c{self.cluster}" if self.cluster > 1 else "") + (f"a{self.a_stages}" if self.a_stages else "")
@@ -143,6 +136,11 @@ class PanelConfig(RingConfig, SpmmConfig):
 
     def _row_blocks(self, vector_rows: int) -> int:
         return -(-vector_rows // self.block_rows)
+
+    def _shares(self, vector_rows: int) -> tuple[int, int]:
+        """Shares that are to be equal, and vector rows of one: warps, or CTAs if a warp has one vector row."""
+        blocks = -(-vector_rows // (self.warps * self.rows_per_warp))
+        return (blocks * self.warps, self.rows_per_warp) if self.rows_per_warp > 1 else (blocks, self.warps)
 
     def traffic(self, vector_rows: int, inner: int, matrix: Sequence[Tensor], n: int, batch: int) -> int:
         """Return the bytes of A and B that the kernel reads; `matrix` is the packed operand.
@@ -211,7 +209,10 @@ class PanelConfig(RingConfig, SpmmConfig):
         )  # fmt: skip
 
     def pack(self, vectors: Vectors, inner: int) -> PackedPanel:
-        vectors, order = balance_rows(vectors, self)
+        before, team = vectors.row_offsets.numel() - 1, 2 if self.pairs else 1
+        vectors, order = balance_rows(vectors, *self._shares(before), team)
+        none = -(-before // team) * team
+        order = torch.nn.functional.pad(order, (0, self.rows_per_warp), value=none)  # of the unit after the last one
         mma_k, device = self.mma_k, vectors.columns.device
         tiles = -(-inner // self.tile)
         rows, total = vectors.row_offsets.numel() - 1, vectors.columns.numel()
@@ -238,16 +239,7 @@ class PanelConfig(RingConfig, SpmmConfig):
         )
         starts = offsets[::per_warp].contiguous()
 
-        slot = (vectors.columns % self.ring).to(torch.int64)
-        chunks = self.tile_n_bytes // 16
-        place = slot * chunks + (slot // (128 // self.tile_n_bytes) % chunks if self.swizzle else 0)
-        # Padding repeats the row of B of the first vector of its group: it has arrived, and has no extra conflict.
-        places = torch.zeros(groups, mma_k, dtype=torch.int64, device=device)
-        firsts = positions % mma_k == 0
-        places[positions[firsts] // mma_k] = place[firsts][:, None]
-        places.view(-1)[positions] = place
-        values = pack_fragments(self, vectors, positions, groups)
-        records = torch.cat((values, places.to(torch.int16).view(torch.uint8)), dim=1)
+        records = pack_records(self, vectors, positions, groups, (vectors.columns % self.ring).to(torch.int64))
         if per_warp > 1:
             records = records[torch.argsort(use, stable=True)]
         return PackedPanel(starts, counts, torch.nn.functional.pad(records, (0, 0, 0, _PREFETCHED_RECORDS)), order)
@@ -280,8 +272,49 @@ class PackedPanel(NamedTuple):
     order: Tensor
 
 
-def balance_rows(vectors: Vectors, config: PanelConfig) -> tuple[Vectors, Tensor]:
-    """Balance the vector rows among warps, or among CTAs if a warp has one vector row.
+def pack_records(config: SpmmConfig, vectors: Vectors, positions: Tensor, groups: int, rows: Tensor) -> Tensor:
+    """Return records: values in fragment order, then 16 bits per slot, the swizzled offset of its row of B.
+
+    Parameters
+    ----------
+    config : SpmmConfig
+        Kernel config.
+    vectors : Vectors
+        Sparse operand.
+    positions : Tensor, shape (vectors,)
+        int64 slot of each vector, counted from the first group.
+    groups : int
+        Groups of `config.mma_k` slots.
+    rows : Tensor, shape (vectors,)
+        int64 row of B of each vector in shared memory.
+
+    Returns
+    -------
+    Tensor, shape (groups, bytes per record)
+        uint8.
+
+    Examples
+    --------
+    >>> from cute_kernels.dtypes import Integer
+    >>> config = PanelConfig("s8_m16n8k32", 8, Integer(8, True), Integer(8, True), "int32")
+    >>> offsets, columns = torch.tensor([0, 2]), torch.tensor([1, 5], dtype=torch.int32)
+    >>> vectors = Vectors(offsets, columns, torch.ones(2, 8, dtype=torch.int8), config.a)
+    >>> pack_records(config, vectors, torch.tensor([0, 1]), 1, columns.long())[0, 256:].view(torch.int16)[:3].tolist()
+    [9, 45, 9]
+    """
+    mma_k, chunks = config.mma_k, config.tile_n_bytes // 16
+    place = rows * chunks + (rows // (128 // config.tile_n_bytes) % chunks if config.swizzle else 0)
+    # Padding repeats the row of B of the first vector of its group: it has arrived, and has no extra conflict.
+    places = torch.zeros(groups, mma_k, dtype=torch.int64, device=positions.device)
+    firsts = positions % mma_k == 0
+    places[positions[firsts] // mma_k] = place[firsts][:, None]
+    places.view(-1)[positions] = place
+    values = pack_fragments(config, vectors, positions, groups)
+    return torch.cat((values, places.to(torch.int16).view(torch.uint8)), dim=1)
+
+
+def balance_rows(vectors: Vectors, shares: int, size: int, team: int = 1) -> tuple[Vectors, Tensor]:
+    """Balance the vector rows among `shares` shares of `size` vector rows.
 
     Greedy: vector rows are taken in order of falling length, one per share and round, the longest to the share with
     the fewest vectors.
@@ -290,36 +323,33 @@ def balance_rows(vectors: Vectors, config: PanelConfig) -> tuple[Vectors, Tensor
     ----------
     vectors : Vectors
         Sparse operand.
-    config : PanelConfig
-        Defines the shares.
+    shares, size : int
+        Together at least the vector rows.
+    team : int, default 1
+        Vector rows that stay side by side; divides `size`.
 
     Returns
     -------
     vectors : Vectors
         The vectors in the new order of the vector rows.
-    order : Tensor, shape ((units + 1) * rows_per_warp,)
-        int32, vector row at each place; `vector_rows` or more if there is none. Those of a pair, if ``config.pairs``,
-        are side by side.
+    order : Tensor, shape (shares * size,)
+        int32, vector row at each place; `vector_rows` or more if there is none.
 
     Examples
     --------
     >>> from cute_kernels.dtypes import Integer
-    >>> config = PanelConfig("s8_m16n8k32", 8, Integer(8, True), Integer(8, True), "int32", warps=2)
     >>> offsets = torch.tensor([0, 1, 2, 4, 6])  # the first two vector rows are short
-    >>> vectors = Vectors(offsets, torch.arange(6).int(), torch.ones(6, 8, dtype=torch.int8), config.a)
-    >>> balance_rows(vectors, config)[1][:4].tolist()
+    >>> vectors = Vectors(offsets, torch.arange(6).int(), torch.ones(6, 8, dtype=torch.int8), Integer(8, True))
+    >>> balance_rows(vectors, shares=2, size=2)[1].tolist()
     [2, 0, 3, 1]
     """
     lengths, device = vectors.row_offsets.diff(), vectors.columns.device
     rows = lengths.numel()
-    blocks = -(-rows // (config.warps * config.rows_per_warp))
-    units, share = (blocks * config.warps, config.rows_per_warp) if config.rows_per_warp > 1 else (blocks, config.warps)
-    lengths = torch.nn.functional.pad(lengths, (0, units * share - rows))
+    lengths = torch.nn.functional.pad(lengths, (0, shares * size - rows))
     starts = torch.cumsum(lengths, 0) - lengths
-    team = 2 if config.pairs else 1  # vector rows that stay side by side
     sizes = lengths.view(-1, team).sum(1)  # (teams,)
-    longest = sizes.argsort(descending=True, stable=True).view(share // team, units)
-    order, sums = lengths.new_empty(units, share // team), lengths.new_zeros(units)
+    longest = sizes.argsort(descending=True, stable=True).view(size // team, shares)
+    order, sums = lengths.new_empty(shares, size // team), lengths.new_zeros(shares)
     for place, tier in enumerate(longest):
         least = sums.argsort(stable=True)
         order[least, place] = tier
@@ -328,11 +358,23 @@ def balance_rows(vectors: Vectors, config: PanelConfig) -> tuple[Vectors, Tensor
     offsets = torch.nn.functional.pad(torch.cumsum(lengths[order], 0), (1, 0))
     total = vectors.columns.numel()
     moved = torch.repeat_interleave(starts[order] - offsets[:-1], lengths[order], output_size=total)
-    index = moved + torch.arange(total, device=device)
+    taken = take(vectors, moved + torch.arange(total, device=device))._replace(row_offsets=offsets)
     none = -(-rows // team) * team  # of a team that does not exist
-    padded = torch.nn.functional.pad(order.clamp(max=none), (0, config.rows_per_warp), value=none).to(torch.int32)
+    return taken, order.clamp(max=none).to(torch.int32)
+
+
+def take(vectors: Vectors, index: Tensor) -> Vectors:
+    """Return the vectors at `index`, with the row offsets of all.
+
+    Examples
+    --------
+    >>> from cute_kernels.dtypes import Integer
+    >>> values = torch.ones(2, 8, dtype=torch.int8)
+    >>> vectors = Vectors(torch.tensor([0, 2]), torch.tensor([1, 5], dtype=torch.int32), values, Integer(8, True))
+    >>> take(vectors, torch.tensor([1, 0])).columns.tolist()
+    [5, 1]
+    """
     values = vectors.values
     if values.dtype == torch.uint16:
         values = values.view(torch.int16)  # torch has few operators for uint16
-    values = values[index].view(vectors.values.dtype)
-    return vectors._replace(row_offsets=offsets, columns=vectors.columns[index], values=values), padded
+    return vectors._replace(columns=vectors.columns[index], values=values[index].view(vectors.values.dtype))

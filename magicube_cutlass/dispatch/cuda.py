@@ -25,12 +25,13 @@ _CACHED_LAUNCHES = 32  # sets of addresses per cached call
 _NONE = ScaleArg(0, 0, 0)
 
 
-def _is_ready(rows: Tensor) -> bool:
+def _is_ready(rows: Tensor, any_rows: bool = False) -> bool:
+    """Whether a kernel reads these rows where they are. `any_rows`: it takes any pitch and alignment."""
     size = rows.element_size()
     steps = [s for s, n in zip(rows.stride()[:-1], rows.shape[:-1], strict=True) if n > 1]
     aligned = rows.data_ptr() % ALIGNMENT == 0 and all(step * size % ALIGNMENT == 0 for step in steps)
     repeated = rows.shape[-2] > 1 and rows.stride(-2) == 0  # one row for all: no pitch for the tensor copy
-    if not aligned or repeated or (rows.shape[-1] > 1 and rows.stride(-1) != 1):
+    if not (any_rows or (aligned and not repeated)) or (rows.shape[-1] > 1 and rows.stride(-1) != 1):
         return False
     try:
         batch_stride(rows)
@@ -39,9 +40,9 @@ def _is_ready(rows: Tensor) -> bool:
     return True
 
 
-def is_column_major_bytes(rows: Tensor) -> bool:
+def is_column_major_bytes(rows: Tensor, any_rows: bool = False) -> bool:
     """Return whether the operand is a column-major matrix of bytes, which :func:`to_row_major` copies."""
-    return rows.ndim == 2 and rows.element_size() == 1 and rows.stride(0) == 1 and not _is_ready(rows)
+    return rows.ndim == 2 and rows.element_size() == 1 and rows.stride(0) == 1 and not _is_ready(rows, any_rows)
 
 
 def to_row_major(rows: Tensor) -> Tensor:
@@ -50,15 +51,15 @@ def to_row_major(rows: Tensor) -> Tensor:
         return pack_rows(rows.view(torch.int8)).view(rows.dtype)[:, : rows.shape[1]]
 
 
-def copies(dense: DenseOperand, dim: int) -> bool:
+def copies(dense: DenseOperand, dim: int, any_rows: bool = False) -> bool:
     """Return whether :func:`aligned_rows` copies the operand."""
     if dense.bits == 4 and dense.packed_dim != dim:
         return True
-    return not _is_ready(dense.data if dim == -1 else dense.data.mT)
+    return not _is_ready(dense.data if dim == -1 else dense.data.mT, any_rows)
 
 
-def aligned_rows(dense: DenseOperand, dim: int, length: int) -> Tensor:
-    """Return the operand with contiguous dimension `dim` and rows at multiples of 16 bytes.
+def aligned_rows(dense: DenseOperand, dim: int, length: int, any_rows: bool = False) -> Tensor:
+    """Return the operand with contiguous dimension `dim` and rows at multiples of 16 bytes, or anywhere if `any_rows`.
 
     A view if the operand is so already, else a copy: the only workspace of the products, as large as the operand.
     `length`: integers along the packed dimension.
@@ -67,7 +68,7 @@ def aligned_rows(dense: DenseOperand, dim: int, length: int) -> Tensor:
     if dense.bits == 4 and dense.packed_dim != dim:
         data = store(fetch(data, length, 4, dense.signed, dense.packed_dim), 4, dense.signed, dim)
     rows = data if dim == -1 else data.mT
-    if _is_ready(rows):
+    if _is_ready(rows, any_rows):
         return rows
     if is_column_major_bytes(rows):
         return to_row_major(rows)
@@ -116,15 +117,15 @@ def spmm(
     if inner == 0:
         _write_empty_sums(out, row_scale, col_scale, bias)
         return
-    ready = aligned_rows(b, -1, inner)
+    config = spmm_config(kernel)
+    ready = aligned_rows(b, -1, inner, config.any_rows)
     batch = out.numel() // (out.shape[-1] * out.shape[-2])
     target = OutputArg(out.data_ptr(), batch, out.shape[-2], inner, out.shape[-1])
-    config = spmm_config(kernel)
     with torch.cuda.device(out.device):
         config.launch(
             get_kernel(config),
             matrix,
-            _place(ready, padded=padded or copies(b, -1)),
+            _place(ready, padded=padded or copies(b, -1, config.any_rows)),
             target,
             _factor(row_scale),
             _factor(col_scale),
@@ -181,7 +182,7 @@ class SpmmCall(_Call):
     ) -> None:
         self.config, self.copy, self.row_scale = config, copy, row_scale
         super().__init__(config, out, early)
-        self.turns = is_column_major_bytes(b)
+        self.turns = is_column_major_bytes(b, config.any_rows)
         rows, columns = out.shape[-2], out.shape[-1]
         self.size = (out.numel() // (rows * columns), rows, inner, columns)
         self.place = _place(to_row_major(b) if self.turns else b, padded=self.turns)[1:]
@@ -194,7 +195,7 @@ class SpmmCall(_Call):
         if self.turns:
             b = to_row_major(b)  # alive until the product was enqueued
         pointer = b.data_ptr()
-        if pointer % ALIGNMENT:
+        if pointer % ALIGNMENT and not self.config.any_rows:
             return None
         if out is None:
             out = torch.empty_like(self.like, memory_format=torch.contiguous_format)
@@ -222,13 +223,14 @@ def cached_spmm(
     """Return the call for these operands, or None if B, its scale or the bias is copied at each call."""
     dense, inner = problem.dense, problem.matrix.shape[1]
     given = DenseOperand(dense.data, dense.bits, dense.signed, -2, problem.packed_dim)
-    packed_rows = dense.bits == 4 and problem.packed_dim != -1
-    if out.numel() == 0 or inner == 0 or (copies(given, -1) and (packed_rows or not is_column_major_bytes(dense.data))):
+    packed_rows, config = dense.bits == 4 and problem.packed_dim != -1, spmm_config(kernel)
+    copied = copies(given, -1, config.any_rows) and (packed_rows or not is_column_major_bytes(dense.data))
+    if out.numel() == 0 or inner == 0 or copied:
         return None
     col_scale = None if problem.out_dtype in INTEGER_OUT else dense.scale
     if not is_cacheable(scale, problem.row_scale, col_scale, bias):
         return None
-    call = SpmmCall(spmm_config(kernel), packed, problem.row_scale, dense.data, col_scale, out, inner, early)
+    call = SpmmCall(config, packed, problem.row_scale, dense.data, col_scale, out, inner, early)
     call.scale = scale
     return call
 

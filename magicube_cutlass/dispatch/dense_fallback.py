@@ -127,7 +127,7 @@ def forecast(matrix: SRBCRS, dense: QuantTensor | DenseFloats, out: torch.dtype)
     chosen = choose_spmm(kind, here, replace(problem, n=plans.size_bucket(n), batch=min(batch, 2)))
     operand, size = engine.DenseOperand(dense.data, dense.bits, dense.signed, -2, dense.packed_dim), dense.shape.numel()
     sparse = spmm_cost(chosen, here, problem)
-    if gpu.copies(operand, -1):
+    if gpu.copies(operand, -1, chosen.any_rows):
         sparse += copy_cost(dense.data.nbytes)
     product = dense_cost(here, m, problem, kind.out)
     if dense.bits == 4:  # unpacked in several steps

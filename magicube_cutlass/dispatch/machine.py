@@ -7,13 +7,14 @@ from dataclasses import asdict, replace
 from functools import lru_cache
 from typing import Any
 
-from cute_kernels.machine import GatherModel, Machine, PanelModel
+from cute_kernels.machine import GatherModel, Machine, PanelModel, ResidentModel
 from magicube_cutlass.dispatch import measured
 
 _ROOM = "models"
+_MODELS = ("panel", "gather", "resident")
 
 
-def _numbers(model: PanelModel | GatherModel) -> list[float]:
+def _numbers(model: PanelModel | GatherModel | ResidentModel) -> list[float]:
     return [each for value in asdict(model).values() for each in
             ([number for _, number in value] if isinstance(value, tuple) else [value])]  # fmt: skip
 
@@ -29,14 +30,14 @@ def _with_numbers(model: Any, numbers: Sequence[float]) -> Any:
 
 def save_models(device: str, machine: Machine) -> None:
     """Store the cost models of a GPU, by the name of the device."""
-    measured.save(_ROOM, device, {"panel": _numbers(machine.panel), "gather": _numbers(machine.gather)})
+    measured.save(_ROOM, device, {name: _numbers(getattr(machine, name)) for name in _MODELS})
 
 
 def load_models(device: str, machine: Machine) -> Machine:
     """Return the machine with the stored cost models of this GPU; unchanged if there are none."""
     found = measured.load(_ROOM, device)
     models: dict[str, Any] = {}
-    for name in ("panel", "gather"):
+    for name in _MODELS:
         model = getattr(machine, name)
         numbers = found.get(name) if isinstance(found, dict) else None
         if not isinstance(numbers, list) or len(numbers) != len(_numbers(model)):

@@ -168,7 +168,7 @@ def _explain_cuda(matrix: SRBCRS, dense: QuantTensor | DenseFloats, out: torch.d
     predicted = forecast(matrix, dense, out)
     if predicted is not None:
         lines.append(str(predicted))
-    if gpu.copies(operand, -1):
+    if gpu.copies(operand, -1, config.any_rows):
         lines.append("B is copied first: it is not row-major with rows that start at multiples of 16 bytes")
     facts = {
         "shape": matrix.shape, "columns": int(n), "digits": tuple(config.digits), "atom": config.atom,

@@ -103,7 +103,9 @@ def test_the_scripts_compute_what_the_library_computes(tmp_path: Path) -> None:
     machines = json.loads(DATA.read_text())["machines"]
     cases = list(explorer_figures.random_cases(machines, CASES // PER_MASK, PER_MASK))
     wanted = [settings["expected"] for case in cases for settings in case["settings"]]
-    assert {(each["kernel"] or "cpu").partition("-")[0] for each in wanted} == {"spmm_panel", "spmm_gather", "cpu"}
+    assert {(each["kernel"] or "cpu").partition("-")[0] for each in wanted} == {
+        "spmm_panel", "spmm_gather", "spmm_resident", "cpu",
+    }  # fmt: skip
     check_same(run_scripts(cases, OF_MASKS, tmp_path), wanted)
 
 

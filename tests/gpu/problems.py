@@ -28,6 +28,7 @@ from cute_kernels.sddmm.panel import SddmmPanelConfig
 from cute_kernels.spmm.gather import GatherConfig
 from cute_kernels.spmm.heuristics import SpmmKernel, choose_spmm
 from cute_kernels.spmm.panel import PanelConfig
+from cute_kernels.spmm.resident import ResidentConfig
 from magicube_cutlass.checks import STRIDES, VECTOR_LENGTHS
 from magicube_cutlass.dispatch.plan import size_bucket
 
@@ -58,6 +59,21 @@ def panel(of: ProblemTypes, atom: str = "", **options: Any) -> PanelConfig:
     """Few warps, short tiles and two blocks: a small matrix passes many tiles, items and wraps of the ring."""
     small = {"tile": 256, "warps": 3, "tile_n_bytes": 64} | options
     return PanelConfig(atom or default_atom(of, HERE.arch), of.vector_length, of.lhs, of.rhs, of.out, **small)
+
+
+def resident(of: ProblemTypes, atom: str = "", inner: int = 2112, **options: Any) -> ResidentConfig:
+    """Few warps, short stages and blocks: a small matrix fills several CTAs, and a warp refills its stages."""
+    cluster = options.get("cluster", 1)
+    small = {
+        "tile": -(-inner // (8 * cluster)) * 8,
+        "block_rows": 3,
+        "warps": 3,
+        "stages": 2,
+        "stage_records": 3,
+        "together": 2,
+    }
+    name = atom or default_atom(of, HERE.arch)
+    return ResidentConfig(name, of.vector_length, of.lhs, of.rhs, of.out, **(small | options))
 
 
 def sddmm(of: ProblemTypes, stride: int = 32, inner: int = 1024, atom: str | None = None) -> SddmmKernel:

@@ -41,6 +41,7 @@ from tests.gpu.problems import (
     kind,
     needs_warp_groups,
     panel,
+    resident,
     sddmm,
     sddmm_panel,
     sparse,
@@ -89,6 +90,8 @@ if PANELS:
         panel(kind(8, (8, True), (8, True), "float32"), atom="s8_m16n8k16", tile_n_bytes=128),
         panel(kind(8, (8, True), (8, True), "float16"), tile_n_bytes=16, a_stages=8, cluster=2),
         panel(kind(4, (16, True), (8, True), "float32"), tile_n_bytes=32, a_stages=3, rows_per_warp=2),
+        resident(kind(8, (4, True), (8, True), "float16"), inner=336),
+        resident(kind(4, (16, True), (16, True)), inner=336, tile_n_bytes=32, cluster=2, warps=5, together=4),
     ]
 SDDMM = [
     (kind(), 32),

@@ -12,6 +12,7 @@ from cute_kernels.sddmm.heuristics import SddmmKernel, choose_sddmm
 from cute_kernels.spmm.gather import GatherConfig
 from cute_kernels.spmm.heuristics import SpmmKernel, candidates, choose_spmm, spmm_cost
 from cute_kernels.spmm.panel import PanelConfig
+from cute_kernels.spmm.resident import ResidentConfig
 
 SpmmEntry = tuple[str, SpmmKernel]
 SddmmEntry = tuple[str, SddmmKernel]
@@ -98,6 +99,11 @@ def _spmm_options(arch: str) -> Iterator[SpmmEntry]:
             "spmm/panel L8-R8 cluster of 2, records",
             replace(panel, tile_n_bytes=64, tile=512, cluster=2, a_stages=3, warps=8, rows_per_warp=2),
         )
+        few = ResidentConfig("s8_m16n8k32", 8, Integer(4, True), Integer(8, True), "bfloat16")
+        yield "spmm/resident L4-R8", few
+        yield "spmm/resident L4-R8 transposed", replace(few, transposed=True)
+        wide = ResidentConfig("s8_m16n8k32", 8, Integer(16, True), Integer(16, True), "float16", tile_n_bytes=32)
+        yield "spmm/resident L16-R16 cluster of 2", replace(wide, cluster=2, stages=3)
 
 
 def _sddmm(

@@ -146,11 +146,13 @@ def spmm_kernels(recorder: Recorder) -> None:
 def _configs(out: str, left: Any, right: Any) -> list[Any]:
     from cute_kernels.spmm import gather as spmm_gather
     from cute_kernels.spmm import panel as spmm_panel
+    from cute_kernels.spmm import resident as spmm_resident
 
     name = "int4_as_int8_m16n8k32" if (left.bits, right.bits) == (4, 4) else "s8_m16n8k32"
     operands = (name, 8, left, right, out)
     gather, panel = spmm_gather.GatherConfig(*operands), spmm_panel.PanelConfig(*operands)
     small = replace(panel, tile=256, warps=3, tile_n_bytes=64)
+    resident = spmm_resident.ResidentConfig(*operands, tile=1504, block_rows=5, stages=2)
     return [
         gather,
         replace(gather, split_k_warps=4),
@@ -161,6 +163,8 @@ def _configs(out: str, left: Any, right: Any) -> list[Any]:
         replace(small, rows_per_warp=3, a_stages=4, ordered=False),
         replace(small, tile_n_bytes=16, tile=512, a_stages=3),
         replace(small, swizzle=False, tile_window=4, stages=5),
+        resident,
+        replace(resident, tile_n_bytes=32, cluster=2, tile=752, warps=4),
     ]
 
 

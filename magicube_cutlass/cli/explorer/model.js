@@ -46,7 +46,27 @@ function candidates(data, machine, operands, problem, rhsBits) {
   const found = data.constants.spmm[machine.arch][operands], row = Math.floor((problem.n * rhsBits) / 8);
   const size = Object.keys(found.tiles).filter(name => name !== "wide").map(Number).sort((a, b) => a - b).find(s => s >= row);
   const places = found.tiles[size ?? "wide"], usesPanel = problem.vectors >= data.constants.panel_vectors * Math.max(problem.rows, 1);
-  return [...configsOf(data, "gather", places), ...(usesPanel ? configsOf(data, "panel", places) : [])];
+  return [...configsOf(data, "gather", places), ...(usesPanel ? configsOf(data, "panel", places) : []), ...residents(data, machine, problem, places)];
+}
+
+// Configs whose rows of B fit the shared memory of one CTA, or of two.
+function residents(data, machine, problem, places) {
+  const { resident, fields, shared_bytes } = data.constants, found = [];
+  if (!places.resident) return found;
+  const base = Object.fromEntries([["kind", "resident"], ...fields.resident.map((name, i) => [name, places.resident[i]])]);
+  for (const cluster of resident.clusters) {
+    const rows = ceilDiv(problem.rows, Math.floor(machine.sms / cluster)), tile = ceilDiv(problem.inner, 8 * cluster) * 8;
+    const block_rows = Math.max(1, Math.min(rows, resident.rows));
+    for (const [stages, records] of resident.stages) {
+      const sums = ((cluster > 1 ? 2 : 1) * block_rows + base.warps) * base.sum_words * 128;
+      const bytes = tile * base.tile_n_bytes + base.warps * stages * (records * base.record_bytes + 8) + sums + 8 + 4 * base.tile_n + 4 * (block_rows + 1);
+      if (bytes > shared_bytes) continue;
+      const tag = `b${base.tile_n_bytes}t${tile}m${block_rows}w${base.warps}${cluster > 1 ? `c${cluster}` : ""}s${stages}g${records}u${base.together}`;
+      found.push({ ...base, tag, tile, block_rows, cluster });
+      break;
+    }
+  }
+  return found;
 }
 
 // Vectors of the longest vector row beyond those of a uniform pattern.
@@ -93,8 +113,17 @@ function gatherCost(config, machine, problem, model, sharedBytes) {
   return model.launch + warps + model.result * problem.rows * 8 * problem.n;
 }
 
+function residentCost(config, machine, problem, model) {
+  const ctas = ceilDiv(problem.rows, config.block_rows) * config.cluster, slots = config.mma_k * config.cluster;
+  const waves = ceilDiv(ctas * ceilDiv(problem.n, config.tile_n), machine.sms), mean = problem.vectors / Math.max(problem.rows, 1);
+  const records = Math.min(config.block_rows, problem.rows) * (mean / slots + 0.5) + (longestOf(mean, problem) - mean) / slots;
+  const fill = model.fill * config.tile * config.tile_n_bytes;
+  return model.launch + waves * (model.byte * records * config.record_bytes + fill) + (config.cluster > 1 ? model.team : 0);
+}
+
 function spmmCost(data, config, machine, problem) {
   const { models, shared_bytes } = data.constants;
+  if (config.kind === "resident") return residentCost(config, machine, problem, models.resident);
   return config.kind === "panel" ? panelCost(config, machine, problem, models.panel) : gatherCost(config, machine, problem, models.gather, shared_bytes);
 }
 

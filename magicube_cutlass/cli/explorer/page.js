@@ -180,7 +180,7 @@ function startPage(data) {
       const natural = b.natural / Math.max(1, b.natural_reads), ordered = b.ordered / Math.max(1, b.ordered_reads);
       $("bank").textContent = `The panel kernel reads 8 rows of B at once from shared memory. In the order that it uses a read takes ${number(ordered)} wavefronts, in column order ${number(natural)}; 1 is without conflicts (${b.rows} of ${pattern.rows} vector rows counted).`;
     } else {
-      $("bank").textContent = config ? "The gather kernel copies each row of B to its slot: no bank conflicts, whatever the columns are." : "The CPU engine reads rows of B by column index, in column order; a CPU has no banks.";
+      $("bank").textContent = config?.kind === "resident" ? "The resident kernel holds its rows of B in shared memory for good, and takes the columns of a vector row in any order: few bank conflicts remain." : config ? "The gather kernel copies each row of B to its slot: no bank conflicts, whatever the columns are." : "The CPU engine reads rows of B by column index, in column order; a CPU has no banks.";
     }
     const orders = config ? data.constants.gather_order[f.atom] : null;
     $("order-note").textContent = (isPanel ? "One color per column mod 8: columns of one color share banks. " : "") + (orders ? `Instruction ${f.atom}: its k reads the slots ${orders.slice(0, 12).join(", ")}, ...` : "");

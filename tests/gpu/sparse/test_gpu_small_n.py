@@ -8,10 +8,13 @@ import pytest
 import torch
 
 import magicube_cutlass as mc
-from cute_kernels.machine import Problem, ProblemTypes
+from cute_kernels.jit import get_kernel
+from cute_kernels.jit.kernel import recording
+from cute_kernels.machine import SHARED_BYTES, Problem, ProblemTypes
 from cute_kernels.spmm.heuristics import SpmmKernel, candidates
 from cute_kernels.spmm.panel import PanelConfig
-from tests.gpu.problems import HERE, PANELS, check_spmm, dense, gather, kind, panel, sparse, spmm
+from magicube_cutlass.ops.spmm import early_spmm
+from tests.gpu.problems import HERE, PANELS, check_spmm, dense, gather, kind, panel, resident, sparse, spmm
 
 pytestmark = pytest.mark.gpu
 
@@ -33,6 +36,11 @@ def knobs() -> list[SpmmKernel]:
                     for records in (0, 3, 8)
                 ]
                 found.append(panel(of, tile_n_bytes=size, a_stages=4, cluster=2, tile=512))
+                held = [
+                    resident(of, tile_n_bytes=size, cluster=cluster, warps=warps, together=together)
+                    for cluster, warps, together in ((1, 3, 2), (2, 16, 4), (4, 5, 1))
+                ]
+                found += [each for each in held if each.smem_bytes <= SHARED_BYTES]
     return found
 
 
@@ -51,6 +59,33 @@ FITTING = [
     for of, n in product(KINDS, (16, 32, 64))
     for each in candidates(of, HERE, Problem(vector_rows=40, inner=4096, vectors=40 * 900, longest=1000, n=n))
 ]
+
+
+@pytest.mark.skipif(not PANELS, reason="needs bulk copies and clusters")
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("cluster", [1, 2])
+@pytest.mark.configs([resident(kind(8, (4, True), out="float32"), cluster=cluster) for cluster in (1, 2)])
+def test_rows_are_read_where_they_are(cluster: int, early: bool) -> None:
+    """Any pitch and alignment, uneven vector rows, a launch that starts early; nothing but the product is launched."""
+    torch.manual_seed(4)
+    config, bias = resident(kind(8, (4, True), out="float32"), cluster=cluster), torch.randn(333, device="cuda")
+    mask = (torch.rand(42, 2000) < torch.rand(42, 1) ** 4).repeat_interleave(8, 0)[:333]
+    A = mc.SRBCRS.from_mask(torch.randn(333, 2000), mask, vector_length=8, bits=4, scale="row").cuda()
+    for n, pitch, first in ((1, 1, 0), (1, 3, 5), (5, 5, 1), (16, 16, 0), (16, 16, 8), (9, 48, 16), (40, 41, 2)):
+        memory = torch.randint(-128, 128, (2000 * pitch + first,), dtype=torch.int8, device="cuda")
+        rows = memory.as_strided((2000, n), (pitch, 1), first)
+        B = mc.QuantTensor(rows, torch.rand(1, n, device="cuda") + 0.5, 8, True, 0, torch.Size((2000, n)))
+        arguments = (A, B, torch.float32, bias, None, None, config, False, early)
+        first_call = early_spmm(*arguments)  # packs A
+        recording.launches = []
+        try:
+            got = early_spmm(*arguments)
+            assert [each[0].name for each in recording.launches] == [get_kernel(config).name]
+        finally:
+            recording.launches = None
+        assert torch.equal(got, first_call)
+        want = mc.spmm(A, B, out_dtype=torch.float32, bias=bias, config=gather(kind(8, (4, True), out="float32")))
+        assert torch.equal(got, want), (n, pitch, first)
 
 
 def test_few_columns_are_read_as_what_they_are() -> None:

@@ -9,8 +9,8 @@ import torch
 from cute_kernels.dtypes import Integer
 from cute_kernels.machine import Machine, Problem
 from cute_kernels.operands import Vectors
+from cute_kernels.spmm.cost import gather_cost
 from cute_kernels.spmm.gather import GatherConfig, long_groups
-from cute_kernels.spmm.heuristics import gather_cost
 
 CONFIG = GatherConfig("s8_m16n8k32", 8, Integer(8, True), Integer(8, True), "float16")
 

@@ -155,12 +155,13 @@ def test_pairs_of_vector_rows_stay_side_by_side(rows: int, shape: dict[str, Any]
     offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
     columns = torch.cat([torch.arange(count, dtype=torch.int32) for count in lengths.tolist()])
     vectors = Vectors(offsets, columns, torch.ones(len(columns), 8, dtype=torch.int8), config.a)
-    moved, order = balance_rows(vectors, config)
+    moved, order = balance_rows(vectors, *config._shares(rows), team=2)
     assert config.pairs and not replace(config, transposed=False).pairs
-    pairs = order[: len(order) - config.rows_per_warp].view(-1, 2)
+    pairs = order.view(-1, 2)
     exists = pairs[:, 0] // 2 * 2 < rows
     assert torch.equal(pairs[exists, 1], pairs[exists, 0] + 1) and bool((pairs[exists, 0] % 2 == 0).all())
-    assert bool((pairs[~exists] // 2 * 2 >= rows).all()) and int(order[-1]) // 2 * 2 >= rows
+    behind = config.pack(vectors, 64).order[len(order) :]  # of the unit after the last one
+    assert bool((pairs[~exists] // 2 * 2 >= rows).all()) and bool((behind // 2 * 2 >= rows).all())
     found = pairs[pairs < rows]
     assert torch.equal(found.sort().values, torch.arange(rows, dtype=torch.int32))
     assert torch.equal(moved.row_offsets.diff()[: pairs.numel()][pairs.view(-1) < rows], lengths[found.long()])

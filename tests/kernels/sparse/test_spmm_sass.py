@@ -19,6 +19,7 @@ from cute_kernels.sddmm.panel import SddmmPanelConfig
 from cute_kernels.spmm.gather import GatherConfig
 from cute_kernels.spmm.heuristics import SpmmKernel, choose_spmm
 from cute_kernels.spmm.panel import PanelConfig
+from cute_kernels.spmm.resident import ResidentConfig
 from tests.helpers import disassemble
 
 pytest.importorskip("cuda.core")
@@ -128,14 +129,14 @@ def test_the_kernel_is_made_of_the_instructions_that_were_meant(
     binary = binaries[config, arch].result()
     sass = clean_sass(binary)
     assert set(re.findall(r"IMMA\.\w+\.\w+\.\w+", sass)) == expected_mmas(config)
-    panel = isinstance(config, (PanelConfig, SddmmPanelConfig))
-    assert ("UTMALDG.2D" in sass) == panel and ("SYNCS" in sass) == panel
+    panel, resident = isinstance(config, (PanelConfig, SddmmPanelConfig)), isinstance(config, ResidentConfig)
+    assert ("UTMALDG.2D" in sass) == panel and ("UBLKCP" in sass) == resident and ("SYNCS" in sass) == panel | resident
     assert bool(re.search(r"LDGSTS\.E\.BYPASS\S*\.128", sass)) == (
         not isinstance(config, PanelConfig) or config.a_stages > 0
     )
     assert bool(re.search(r"LDSM\.16\.MT88\.[24]", sass)) == (not isinstance(config, SampleConfig))
     assert binary.usage is None or binary.usage.registers * config.threads <= 65536
-    if isinstance(config, PanelConfig) and arch == "sm_90a":
+    if isinstance(config, (PanelConfig, ResidentConfig)) and arch == "sm_90a":
         # What a compiler adds where it does not see that a warp stays together: a quarter of the time, once.
         added = [block for block in blocks(sass) if "LDSM" in block and re.search(r"\b(?:R2UR|S2R|WARPSYNC)\b", block)]
         assert not added, added[0]
@@ -149,10 +150,10 @@ def blocks(sass: str) -> list[str]:
 def test_the_cases_have_every_kernel_and_the_4_bit_instruction_where_it_is_native() -> None:
     kinds = {(arch, type(config)) for config, arch in CASES}
     assert kinds >= {("sm_90a", PanelConfig), ("sm_90a", GatherConfig), ("sm_90a", SddmmConfig),
-                     ("sm_90a", SddmmPanelConfig), ("sm_100a", PanelConfig),
+                     ("sm_90a", SddmmPanelConfig), ("sm_90a", ResidentConfig), ("sm_100a", PanelConfig),
                      *((arch, kernel) for arch in ("sm_80", *OTHERS) for kernel in (GatherConfig, SddmmConfig))}  # fmt: skip
     assert not any(
-        isinstance(config, (PanelConfig, SddmmPanelConfig))
+        isinstance(config, (PanelConfig, ResidentConfig, SddmmPanelConfig))
         for config, arch in CASES
         if arch in ("sm_80", "sm_86", "sm_89")
     )
