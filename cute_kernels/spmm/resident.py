@@ -31,7 +31,8 @@ class ResidentConfig(SpmmConfig):
 
     A cluster multiplies a block of vector rows. Each of its CTAs holds `tile` rows of B in shared memory for good, and
     multiplies the vectors of these columns. Its warps share the records equally, whatever the lengths of the vector
-    rows; partial sums are added in a fixed order. B may have any pitch and alignment.
+    rows; partial sums are added in a fixed order. B may have any pitch and alignment. With ``transposed`` by name only;
+    that has not run on a GPU.
 
     Attributes
     ----------
