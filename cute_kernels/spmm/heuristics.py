@@ -69,11 +69,9 @@ def choose_spmm(
     >>> type(choose_spmm(kind, h200, large)).__name__, type(choose_spmm(kind, h200, small)).__name__
     ('PanelConfig', 'GatherConfig')
     """
-    found = [
-        each
-        for each in candidates(kind, machine, problem, atom)
-        if not (single_use and not isinstance(each, GatherConfig))
-    ]
+    found = candidates(kind, machine, problem, atom)
+    if single_use:
+        found = [each for each in found if isinstance(each, GatherConfig)]
     if transposes:
         found = _transposing(found, problem.n)
     costs = {config: spmm_cost(config, machine, problem) for config in found}
@@ -122,7 +120,7 @@ def _residents(base: ResidentConfig, machine: Machine, problem: Problem) -> list
     """Return configs for one CTA and for a pair of CTAs per block of vector rows, where their rows of B fit."""
     found: list[ResidentConfig] = []
     for cluster in RESIDENT_CLUSTERS:
-        rows = -(-problem.vector_rows // (machine.num_sms // cluster))  # of a cluster, if all run at once
+        rows = -(-problem.vector_rows // max(1, machine.num_sms // cluster))  # of a cluster, if all run at once
         tile = -(-problem.inner // (8 * cluster)) * 8
         sized = replace(base, tile=tile, block_rows=max(1, min(rows, RESIDENT_ROWS)), cluster=cluster)
         tried = (replace(sized, stages=stages, stage_records=records) for stages, records in RESIDENT_STAGES)

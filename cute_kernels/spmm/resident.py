@@ -10,19 +10,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cute_kernels.jit.codegen import OUT_BYTES
 from cute_kernels.jit.compiler import Unit
 from cute_kernels.jit.kernel import Kernel
 from cute_kernels.layout.bank_conflicts import Access, swizzled
 from cute_kernels.layout.column_order import ordered_slots
 from cute_kernels.operands import ALIGNMENT, DenseArg, OutputArg, ScaleArg, Vectors
 from cute_kernels.spmm.config import SpmmConfig
+from cute_kernels.spmm.gather import MOST_GRID_YZ
 from cute_kernels.spmm.panel import balance_rows, pack_records, take
 
 __all__ = ["PackedResident", "ResidentConfig"]
 
-_UNEVEN = (
-    1.05  # largest share of the vector rows in their order, by that of balanced shares, above which these are taken
-)
+# Balanced shares of the vector rows are taken where the largest one in their own order is so many times as large.
+_UNEVEN = 1.05
 
 
 @dataclass(frozen=True)
@@ -160,19 +161,25 @@ class ResidentConfig(SpmmConfig):
         bias: int,
         pdl: bool = False,
     ) -> None:
-        rows = -(-out.rows // self.vector_length)
+        rows, tiles = -(-out.rows // self.vector_length), -(-out.columns // self.tile_n)
+        if tiles > MOST_GRID_YZ:
+            raise ValueError(f"config must have at most {MOST_GRID_YZ} N tiles, got {tiles} of {self.tile_n} columns")
         aligned = not (b.pointer % ALIGNMENT or b.pitch % ALIGNMENT or b.batch % ALIGNMENT)
-        kernel.launch(
-            (-(-rows // self.block_rows) * self.cluster, -(-out.columns // self.tile_n) * out.batch, 1),
-            (
-                *(tensor.data_ptr() for tensor in matrix), b.pointer, b.pitch, b.batch, b.row, int(aligned),
-                out.pointer, row_scale.pointer, row_scale.step, col_scale.pointer, col_scale.step, col_scale.batch,
-                bias, out.rows, rows, out.columns, out.inner, self.tile, self.block_rows, matrix[1].shape[1],
-                self.vector_stores(out, col_scale),
-            ),
-            (self.cluster, 1, 1) if self.cluster > 1 else None,
-            pdl,
-        )  # fmt: skip
+        most_matrices, size = MOST_GRID_YZ // max(tiles, 1), out.rows * out.columns * OUT_BYTES[self.out]
+        for first in range(0, out.batch, most_matrices):  # one launch for so many
+            count = min(most_matrices, out.batch - first)
+            kernel.launch(
+                (-(-rows // self.block_rows) * self.cluster, tiles * count, 1),
+                (
+                    *(tensor.data_ptr() for tensor in matrix), b.pointer + first * b.batch, b.pitch, b.batch, b.row,
+                    int(aligned), out.pointer + first * size, row_scale.pointer, row_scale.step,
+                    col_scale.pointer + 4 * first * col_scale.batch, col_scale.step, col_scale.batch, bias, out.rows,
+                    rows, out.columns, out.inner, self.tile, self.block_rows, matrix[1].shape[1],
+                    self.vector_stores(out, col_scale),
+                ),
+                (self.cluster, 1, 1) if self.cluster > 1 else None,
+                pdl,
+            )  # fmt: skip
 
     def pack(self, vectors: Vectors, inner: int) -> PackedResident:
         if self.block_rows >= self.threads:

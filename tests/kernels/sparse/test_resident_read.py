@@ -15,7 +15,7 @@ from cute_kernels.dtypes import Integer
 from cute_kernels.jit.cache import key
 from cute_kernels.layout.bank_conflicts import swizzled
 from cute_kernels.machine import SHARED_BYTES, Machine, Problem, ProblemTypes
-from cute_kernels.operands import Vectors
+from cute_kernels.operands import DenseArg, OutputArg, ScaleArg, Vectors
 from cute_kernels.spmm.heuristics import choose_spmm, reason
 from cute_kernels.spmm.resident import PackedResident, ResidentConfig
 from magicube_cutlass.dispatch import cuda as gpu
@@ -157,3 +157,24 @@ def test_rows_of_any_pitch_are_not_copied() -> None:
         operand = DenseOperand(rows, 8, True, -2, -1)
         assert gpu.copies(operand, -1) and gpu.copies(operand, -1, any_rows=True) is copied
         assert copied or gpu.aligned_rows(operand, -1, shape[0], any_rows=True) is rows
+
+
+class Launches(list[Any]):
+    """A kernel that keeps what it is asked to launch."""
+
+    def launch(self, grid: Any, args: Any, cluster: Any, pdl: bool) -> None:
+        self.append((grid, args))
+
+
+def test_many_matrices_are_several_launches() -> None:
+    config = config_of(tile=64, block_rows=3)
+    copy, none = config.pack(vectors_of(random_mask(5, 60, 0.4, 1)), 60), ScaleArg(0, 0, 0)
+    scale, b = ScaleArg(1 << 30, 1, 20), DenseArg(1 << 40, 20, 1200, 20)
+    kernel = Launches()
+    config.launch(kernel, copy, b, OutputArg(1 << 50, 40_000, 40, 60, 20), none, scale, 0)  # type: ignore[arg-type]
+    assert [grid for grid, _ in kernel] == [(2, 65_534, 1), (2, 14_466, 1)]
+    (_, one), (_, other) = kernel
+    moved = {i: y - x for i, (x, y) in enumerate(zip(one, other, strict=True)) if x != y}
+    assert list(moved.values()) == [32_767 * 1200, 32_767 * 40 * 20 * 4, 32_767 * 20 * 4]
+    with pytest.raises(ValueError, match="config must have at most 65535 N tiles, got 65536 of 16 columns"):
+        config.launch(kernel, copy, b, OutputArg(1 << 50, 1, 40, 60, 65_536 * 16), none, scale, 0)  # type: ignore[arg-type]
