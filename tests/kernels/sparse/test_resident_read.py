@@ -85,6 +85,21 @@ def test_the_warps_multiply_all_vector_rows(tile_n_bytes: int, cluster: int, bit
     np.testing.assert_array_equal(total, (16 if config.packed else 1) * (kept @ dense.astype(np.int64)))
 
 
+def test_ctas_of_any_totals_have_their_records_where_the_kernel_looks() -> None:
+    """Vector rows of 1 to 640 vectors, a CTA each, whose warps have as many records as those of the longest one."""
+    lengths = [640, 128, 3, 256, 0, 65, 384, 1]
+    mask = torch.arange(640) < torch.tensor(lengths)[:, None]
+    config, vectors = config_of(tile=640, block_rows=1), vectors_of(mask)
+    copy = config.pack(vectors, 640)
+    assert copy.starts[:, 1].tolist() == [-(-each // 32) for each in lengths] and copy.records.shape[1] == 5
+    dense = np.random.default_rng(3).integers(-128, 128, (640, 16)).astype(np.int8)
+    for row, length in enumerate(lengths):
+        sums, _ = product_of(config, records_of(config, copy, row), held_rows(config, dense, 0))
+        first = int(vectors.row_offsets[row])
+        values = vectors.values[first : first + length].numpy().astype(np.int64)
+        np.testing.assert_array_equal(sums, values.T @ dense[:length].astype(np.int64))
+
+
 def test_shares_are_equal_whatever_the_lengths() -> None:
     """One vector row of 960 vectors among 31 of about 10: every warp of its CTA has as many records."""
     mask = random_mask(32, 960, 0.01, 5)
