@@ -28,6 +28,7 @@ pytest.importorskip("cuda.core")
 # Kernels with instructions of some architectures only; the others run on every architecture.
 ONLY_ON = {
     "spmm_panel": {"sm_90a", "sm_100a"},
+    "spmm_resident": {"sm_90a", "sm_100a"},
     "sddmm_panel": {"sm_90a", "sm_100a"},
     "attention_panel": {"sm_90a", "sm_100a"},
     "attention_blocks": {"sm_90a"},
