@@ -145,7 +145,7 @@ def test_without_vnni_the_forecast_is_near_the_times_of_both_products(monkeypatc
     torch.set_num_threads(1)
     try:
         worst = float("inf")
-        for _ in range(3):  # a busy machine changes its clock between the two
+        for _ in range(6):  # a busy machine changes its clock between the two
             start = time.thread_time()
             costs = cpu_costs.measure_costs()
             assert time.thread_time() - start < 0.3
