@@ -113,6 +113,14 @@ class SpmmConfig(SparseConfig):
         return (1 if self.has_fused_digits else self.digits[0]) * self.digits[1]
 
     @property
+    def row_accumulators(self) -> int:
+        """Accumulator registers per lane for one vector row."""
+        # The two cross terms of signed digits share an accumulator.
+        one_sign = self.products == 4 and self.a.signed and self.b.signed
+        tiles = max(1, self.vector_length // 8)
+        return tiles * (3 if one_sign else self.products) * self.tile_n // 4
+
+    @property
     def record_bytes(self) -> int:
         """Bytes per record of the panel and the resident kernel: a group's values, and the offsets of its rows of B."""
         whole = 4 if self.packed or self.entry.mma_bits == 4 else 8 * self.digits[0]

@@ -125,10 +125,7 @@ class PanelConfig(RingConfig, SpmmConfig):
     @property
     def accumulators(self) -> int:
         """Accumulator registers per lane."""
-        # The two cross terms of signed digits share an accumulator.
-        one_sign = self.products == 4 and self.a.signed and self.b.signed
-        tiles = max(1, self.vector_length // 8)
-        return self.rows_per_warp * tiles * (3 if one_sign else self.products) * self.tile_n // 4
+        return self.rows_per_warp * self.row_accumulators
 
     def items(self, vector_rows: int, n: int, batch: int) -> int:
         """Return the work items of a launch: row blocks of a cluster x N tiles x batch."""

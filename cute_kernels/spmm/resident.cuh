@@ -4,7 +4,8 @@
 // Work: a cluster of kCluster CTAs multiplies a block of vector rows. Each CTA holds `tile` rows of B in shared memory for good, and
 // has the records of these columns; its warps share them equally, whatever the lengths of the vector rows.
 // Pipeline: a warp brings its records by bulk copies into kStages stages of kStageRecords, one mbarrier each. Every warp has
-// as many, zeros behind the last ones, so that the first copies wait for no table; A does not wait for B.
+// as many, zeros behind the last ones, so that the first copies wait for no table. They are asked for behind B, which a bulk copy
+// or cp.async brings meanwhile; a B that is read byte by byte has then arrived.
 // Results: partial sums go to shared memory and are added in the order of the warps, then of the CTAs.
 // B: rows of any pitch and alignment; one whose rows do not start at multiples of 16 bytes is read byte by byte.
 // Source: after Li, Osawa, Hoefler, SC'22, sections IV-A to IV-D.

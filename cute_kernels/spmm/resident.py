@@ -85,12 +85,10 @@ class ResidentConfig(SpmmConfig):
 
     @property
     def sum_words(self) -> int:
-        """32-bit words of a lane for the sums of one vector row."""
-        one_sign = self.products == 4 and self.a.signed and self.b.signed
-        tiles = max(1, self.vector_length // 8)
-        offsets = tiles * (1 if self.has_fused_digits else self.digits[0]) * self.entry.shape[0] // 4
+        """32-bit words of a lane for the sums of one vector row: accumulators, and offsets of signed nibbles of B."""
+        tiles, planes = max(1, self.vector_length // 8), 1 if self.has_fused_digits else self.digits[0]
         biased = not self.entry.floating and self.entry.mma_bits == 8 and self.b.bits == 4 and self.b.signed
-        return tiles * (3 if one_sign else self.products) * self.tile_n // 4 + (offsets if biased else 0)
+        return self.row_accumulators + (tiles * planes * self.entry.shape[0] // 4 if biased else 0)
 
     @property
     def smem_bytes(self) -> int:
