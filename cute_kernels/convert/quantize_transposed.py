@@ -22,7 +22,8 @@ _MOST_CTAS_IN_Y = 65535  # of a grid
 _ONE_WAVE = (
     1 << 22
 )  # entries, up to which CTAs of one load a thread and row are all resident: more of each pays from here on
-_FEW = 64  # rows: stores of a word bind from here on, and clusters are quicker
+_FEW = 64  # rows: stores of a word bind from here on
+_UNCLUSTERED = 32  # rows of dynamic scales, up to which clusters are no quicker
 _CLUSTERED = ("sm_90a", "sm_100a")
 _MOST_CTAS = 16  # of a cluster
 
@@ -217,7 +218,7 @@ def _choose(x: Tensor, scale: Tensor | None, arch: str) -> TransposedConfig | Tu
         many = turned_config(name, rows, columns, scale is not None)
         many = many if many is not None and rows <= _MOST_CTAS_IN_Y * many.rows else None
     by_row = scale is not None and scale.numel() > 1
-    if many is not None and (by_row or (rows > _FEW if scale is None else x.numel() > _FEW_GIVEN)):
+    if many is not None and (by_row or (rows > _UNCLUSTERED if scale is None else x.numel() > _FEW_GIVEN)):
         return many
     few = _config(name, rows, scale is not None)
     if by_row or x.numel() > _MOST_ENTRIES or rows > _MOST_CTAS_IN_Y * few.rows:

