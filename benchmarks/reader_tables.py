@@ -5,11 +5,17 @@ Every number comes from ``benchmarks/results``; each table ends with machine, da
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
+from harness.few_rows_tables import (
+    render_e4m3_blocks,
+    render_few_rows,
+    render_few_rows_int8,
+    render_few_rows_layers,
+    render_sparse_decode,
+)
+from harness.tables import grid, results, source
 from README_table import update
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -19,32 +25,6 @@ SAME_MATRIX = (
     "dense fp8",
     "magicube dense int8",
 )  # baselines that multiply the same matrix
-
-
-def results(name: str) -> dict[str, Any]:
-    """Return one results file."""
-    found: dict[str, Any] = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
-    return found
-
-
-def source(*names: str) -> str:
-    """Name file, machine, torch, date and commit of results files."""
-    parts = []
-    for name in names:
-        machine = results(name)["machine"]
-        chip = f"{machine['cpu']} with {machine['engine path']}" if machine["gpu"] == "none" else machine["gpu"]
-        commit = machine.get("commit", "not recorded")
-        commit = f"{commit.removesuffix('+')} and changes after it" if commit.endswith("+") else commit
-        parts.append(f"`{name}.json` ({chip}, torch {machine['torch']}, {machine['date']}, commit {commit})")
-    return "Source: " + ", ".join(parts) + "."
-
-
-def grid(head: list[str], rows: list[list[str]]) -> str:
-    """Return a Markdown table: text to the left, numbers to the right."""
-    columns = zip(*rows, strict=True)
-    right = [all(cell == "-" or (cell[:1].isdigit() and " x " not in cell) for cell in column) for column in columns]
-    lines = [head, ["---:" if is_right else "---" for is_right in right], *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def gpu_case(shape: list[int], sparsity: float) -> tuple[float, str, float]:
@@ -238,63 +218,6 @@ def render_short_layers() -> str:
     return f"{grid(head, rows)}\n\n{source('gpu_layers_h200')}"
 
 
-def render_few_rows() -> str:
-    """Few rows times packed weights on a GPU: microseconds, weights cold, and the time of torch's fp8 over each."""
-    names = ("int4_g128", "int4_g32", "int4_g32_min", "mxfp4", "nvfp4", "mxfp6", "int8", "e4m3")
-    rows = []
-    for case in results("few_rows_h200")["cases"]:
-        if "cold" in case:
-            us = case["cold"]
-            fp8, chosen = min(us["fp8"], us["fp8 fast"]), [us[f"{name}/chosen"] for name in names]
-            ours = [f"{each:.1f} ({fp8 / each:.2f})" for each in chosen]
-            others = [f"{each:.1f}" for each in (us["bf16"], fp8, us["triton"])]
-            rows.append([f"{case['m']} x {case['k']} x {case['n']}", *others, *ours])
-    head = ["rows x K x N", "bfloat16", "torch fp8", "Triton, int4", "int4, groups of 128", "of 32", "with minima",
-            "mxfp4", "nvfp4", "mxfp6", "int8", "e4m3"]  # fmt: skip
-    return f"{grid(head, rows)}\n\n{source('few_rows_h200')}"
-
-
-def render_few_rows_int8() -> str:
-    """Int8 rows times packed weights on a GPU, as integers and not: microseconds, weights cold."""
-    cases = {(*case["bytes"], case["m"]): case["cold"] for case in results("few_rows_int8_h100")["cases"]}
-    rows = []
-    for m in (1, 16, 64, 128, 256, 512, 2048):
-        cells = []
-        for name in ("int4_g128", "int8_g128"):
-            us = cases[name, m]
-            fp8, ours = min(us["fp8"], us["fp8 fast"]), us[f"{name}/chosen"]
-            others = [us.get(f"{name}/{each}") for each in ("widened", "decoded")]
-            cells += [f"{ours:.1f} ({fp8 / ours:.2f})", *(f"{each:.1f}" if each else "-" for each in others)]
-        us = cases["int4_g128", m]
-        rows.append([f"{m}", f"{us['bf16']:.1f}", f"{min(us['fp8'], us['fp8 fast']):.1f}", *cells])
-    head = ["rows", "bfloat16", "torch fp8", "int4", "rows widened", "weight decoded", "int8", "rows widened",
-            "weight decoded"]  # fmt: skip
-    return f"{grid(head, rows)}\n\n{source('few_rows_int8_h100')}"
-
-
-def render_e4m3_blocks() -> str:
-    """Layers with 128 x 128 scales from bfloat16 rows, beside torch's products alone; weights cold."""
-    rows = []
-    for case in results("few_rows_e4m3_h100")["cases"]:
-        us = case["cold"]
-        layers = {name.split(",")[1].split(" rows")[0].strip(): x for name, x in us.items() if "_b128" in name}
-        plain, fp8 = us["bf16"], min(x for name, x in us.items() if name in ("fp8", "fp8 fast"))
-        cells = (plain, fp8, us["fp8 blockwise"], layers["none"], layers["e4m3"], layers["e4m3_g128"])
-        rows.append([f"{case['m']} x {case['k']} x {case['n']}", *(f"{x:.1f}" for x in cells)])
-    head = ["us", "bfloat16", "torch fp8", "torch blockwise fp8", "layer, weight-only", "e4m3 rows", "e4m3_g128 rows"]
-    return f"{grid(head, rows)}\n\n{source('few_rows_e4m3_h100')}"
-
-
-def render_few_rows_layers() -> str:
-    """Whole dense quantized layers on a GPU: microseconds, and of the host."""
-    cases = [case for case in results("few_rows_h200")["cases"] if "layer" in case]
-    rows = [
-        [name, *(f"{case['warm'][name]:.1f} ({case['host'][name]:.0f})" for case in cases)] for name in cases[0]["warm"]
-    ]
-    head = ["weight, rows", *(f"{case['m']} tokens" for case in cases)]
-    return f"{grid(head, rows)}\n\n{source('few_rows_h200')}"
-
-
 def render_first_product() -> str:
     """Seconds from the start of a process to its first product on a GPU, by where the kernels come from."""
     kernels = {"wheel": "the wheel", "nvrtc": "NVRTC, nothing cached", "warm cache": "the cache of an earlier process"}
@@ -383,6 +306,7 @@ SECTIONS: tuple[tuple[str, str, Callable[[], str]], ...] = (
     ("few-rows", "docs/lab/performance.md", render_few_rows),
     ("few-rows-layers", "docs/lab/performance.md", render_few_rows_layers),
     ("few-rows-int8", "docs/lab/performance.md", render_few_rows_int8),
+    ("sparse-decode", "docs/lab/performance.md", render_sparse_decode),
     ("e4m3-blocks", "docs/lab/performance.md", render_e4m3_blocks),
     ("models-times", "docs/performance/gpu.md", render_models),
     ("models-avx512", "docs/lab/models.md", render_models_avx512),

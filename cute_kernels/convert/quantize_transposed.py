@@ -22,8 +22,9 @@ _MOST_CTAS_IN_Y = 65535  # of a grid
 _ONE_WAVE = (
     1 << 22
 )  # entries, up to which CTAs of one load a thread and row are all resident: more of each pays from here on
-_FEW = 64  # rows: stores of a word bind from here on
-_UNCLUSTERED = 32  # rows of dynamic scales, up to which clusters are no quicker
+_FEW = 64  # rows of `encode_transposed`: stores of a word bind from here on
+_CLUSTERED_ROWS = 16  # with dynamic scales, from which on clusters are quicker
+_SMALL_CLUSTER = 4  # CTAs of a cluster, up to which it is quicker for any number of rows
 _CLUSTERED = ("sm_90a", "sm_100a")
 _MOST_CTAS = 16  # of a cluster
 
@@ -210,7 +211,7 @@ def _arch(x: Tensor) -> str:
 
 
 def _choose(x: Tensor, scale: Tensor | None, arch: str) -> TransposedConfig | TurnedConfig | None:
-    """The quickest of an H100."""
+    """The quickest of an H100 and an H200."""
     (rows, columns), name, size = x.shape, REAL_DTYPES[x.dtype], x.element_size()
     whole = all(each * size % ALIGNMENT == 0 for each in (columns, x.stride(0) if rows > 1 else columns))
     many = None
@@ -218,8 +219,10 @@ def _choose(x: Tensor, scale: Tensor | None, arch: str) -> TransposedConfig | Tu
         many = turned_config(name, rows, columns, scale is not None)
         many = many if many is not None and rows <= _MOST_CTAS_IN_Y * many.rows else None
     by_row = scale is not None and scale.numel() > 1
-    if many is not None and (by_row or (rows > _UNCLUSTERED if scale is None else x.numel() > _FEW_GIVEN)):
-        return many
+    if many is not None:
+        clustered = rows >= _CLUSTERED_ROWS or many.cluster <= _SMALL_CLUSTER
+        if by_row or (clustered if scale is None else x.numel() > _FEW_GIVEN):
+            return many
     few = _config(name, rows, scale is not None)
     if by_row or x.numel() > _MOST_ENTRIES or rows > _MOST_CTAS_IN_Y * few.rows:
         return many

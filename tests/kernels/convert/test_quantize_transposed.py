@@ -58,8 +58,9 @@ def test_machine_code_for_many_rows_holds_them_in_registers(config: TurnedConfig
 
 
 @pytest.mark.parametrize("shape, dtype, given, arch, want", [
-    ((32, 4096), torch.float16, 0, "sm_90a", "encode_transposed-float16-r4c1"),
-    ((33, 4096), torch.float16, 0, "sm_90a", "encode_turned-float16-r32s1c16x5"),
+    ((15, 4096), torch.float16, 0, "sm_90a", "encode_transposed-float16-r4c1"),
+    ((16, 4096), torch.float16, 0, "sm_90a", "encode_turned-float16-r32s1c16x5"),
+    ((1, 1024), torch.float16, 0, "sm_90a", "encode_turned-float16-r32s1c4x5"),
     ((64, 4096), torch.float16, 0, "sm_80", "encode_transposed-float16-r4c1"),
     ((65, 4096), torch.float16, 0, "sm_90a", "encode_turned-float16-r32s1c16x5"),
     ((4096, 4096), torch.float16, 0, "sm_90a", "encode_turned-float16-r32s2c8x4"),
