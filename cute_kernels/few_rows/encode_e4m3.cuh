@@ -1,5 +1,5 @@
-// Rows to e4m3 with a scale per row or per 128 values, code = e4m3(x / scale), or with block scales of 32 (mxfp8); to nearest even,
-// saturating.
+// Rows to e4m3 with a scale per row or per 128 values, code = e4m3(x / scale), or with block scales of 32 (mxfp8), or to e2m1 with
+// e4m3 scales of blocks of 16 and a scale per row (nvfp4); to nearest even, saturating.
 //
 // sm_89 and later (cvt to e4m3). Work: a CTA per row, which reads it twice; of scales of 128 and mxfp8, 8 values per thread.
 // Quotients are those of double, rounded once: toward zero with a sticky bit to float32, then by the conversion. Source: PTX ISA,
@@ -49,14 +49,18 @@ __device__ __forceinline__ float sticky_float(double x) {
   return static_cast<double>(found) == x ? found : __uint_as_float(__float_as_uint(found) | 1);
 }
 
+// e4m3 codes of two quotients, the first in the low byte.
+__device__ __forceinline__ uint16_t e4m3_codes(double low, double high) {
+  uint16_t codes;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %2, %1;" : "=h"(codes) : "f"(sticky_float(low)), "f"(sticky_float(high)));
+  return codes;
+}
+
 // Store the codes of eight quotients, of which `valid` exist.
 __device__ __forceinline__ void store_codes(const double (&quotients)[kRun], uint8_t* to, int64_t valid, bool vector) {
   alignas(8) uint16_t codes[kRun / 2];
   CUTE_UNROLL
-  for (int i = 0; i < kRun / 2; ++i) {
-    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %2, %1;"
-        : "=h"(codes[i]) : "f"(sticky_float(quotients[2 * i])), "f"(sticky_float(quotients[2 * i + 1])));
-  }
+  for (int i = 0; i < kRun / 2; ++i) codes[i] = e4m3_codes(quotients[2 * i], quotients[2 * i + 1]);
   if (vector && valid >= kRun) {
     *reinterpret_cast<uint2*>(to) = *reinterpret_cast<const uint2*>(codes);
   } else {
@@ -144,6 +148,78 @@ encode_mxfp8_rows(const typename C::Source* x, int64_t pitch, int64_t columns, u
   if (column >= columns) return;
   if (threadIdx.x % 4 == 0) scales[row * blocks + column / 32] = uint8_t(code);
   store_codes(quotients, out + row * out_pitch + column, columns - column, vector != 0);
+}
+
+// e2m1 code of a magnitude that rounds as the quotient does: one more from each midpoint of two values on, which has the even code.
+__device__ __forceinline__ uint32_t e2m1_code(float x) {
+  return (x > 0.25f) + (x >= 0.75f) + (x > 1.25f) + (x >= 1.75f) + (x > 2.5f) + (x >= 3.5f) + (x > 5.0f);
+}
+
+constexpr uint32_t kNotFinite = 0x7F;  // e4m3 code of NaN, which a block with inf or NaN has
+
+// Eight values of a block of 16, which two lanes share, and the bits of its amax.
+template <class Source>
+__device__ __forceinline__ uint32_t load_block(const Source* from, int64_t valid, bool vector, float (&to)[kRun]) {
+  load_values(from, valid, vector, to);
+  const uint32_t bits = absmax_bits(to);
+  return max(bits, __shfl_xor_sync(~0u, bits, 1));
+}
+
+// scales: (rows, blocks) of e4m3, amax / (6 row scale), at least the smallest; 1 for zeros. row_scales: (rows,), amax / 448 / 6
+// of the finite blocks, 1 for zeros. out: two codes a byte, the first in the low half; those of a block that is not finite are 7.
+template <class C>
+__global__ void __launch_bounds__(C::kThreads)
+encode_nvfp4_rows(const typename C::Source* x, int64_t pitch, int64_t columns, uint8_t* scales, int64_t blocks, float* row_scales,
+                  uint8_t* out, int64_t out_pitch, int64_t vector) {
+  pdl_wait();
+  __shared__ uint32_t largest[C::kThreads / 32];
+  const int64_t row = blockIdx.x, step = int64_t{C::kThreads} * kRun;
+  const auto* const from = x + row * pitch;
+  float values[kRun];
+  uint32_t top = 0;
+  for (int64_t begin = 0; begin < columns; begin += step) {  // for all lanes alike, which exchange amaxes
+    const int64_t column = begin + threadIdx.x * kRun;
+    const uint32_t bits = load_block(from + column, columns - column, vector != 0, values);
+    if (bits < 0x7F800000) top = max(top, bits);
+  }
+  top = __reduce_max_sync(~0u, top);
+  if (threadIdx.x % 32 == 0) largest[threadIdx.x / 32] = top;
+  __syncthreads();
+  CUTE_UNROLL
+  for (int i = 0; i < C::kThreads / 32; ++i) top = max(top, largest[i]);
+  const float part = __fdiv_rn(__uint_as_float(top), 448.0f);
+  const float row_scale = part == 0.0f ? 1.0f : fmaxf(__double2float_rn(static_cast<double>(part) / 6.0), __uint_as_float(1));
+  if (threadIdx.x == 0) row_scales[row] = row_scale;
+  for (int64_t begin = 0; begin < columns; begin += step) {
+    const int64_t column = begin + threadIdx.x * kRun, valid = columns - column;
+    const uint32_t bits = load_block(from + column, valid, vector != 0, values);
+    if (valid <= 0) continue;
+    uint32_t code = kNotFinite;
+    if (bits == 0) code = 0x38;
+    else if (bits < 0x7F800000) {
+      const double quotient = static_cast<double>(__uint_as_float(bits)) / (static_cast<double>(row_scale) * 6.0);
+      code = max(e4m3_codes(quotient, 0.0) & 0xFF, 1);
+    }
+    if (threadIdx.x % 2 == 0) scales[row * blocks + column / 16] = uint8_t(code);
+    const float value = code < 8 ? code * 0x1p-9f : __uint_as_float((code << 20) + (120u << 23));  // of the e4m3 code
+    const double scale = static_cast<double>(value * row_scale);
+    uint32_t word = 0;
+    CUTE_UNROLL
+    for (int i = 0; i < kRun; ++i) {
+      const uint32_t sign = __float_as_uint(values[i]) >> 31 << 3;
+      const uint32_t own = e2m1_code(sticky_float(fabs(static_cast<double>(values[i]) / scale))) | sign;
+      if (i < valid) word |= (code == kNotFinite ? 7u : own) << (4 * i);
+    }
+    uint8_t* const to = out + row * out_pitch + column / 2;
+    if (vector && valid >= kRun) {
+      *reinterpret_cast<uint32_t*>(to) = word;
+    } else {
+      CUTE_UNROLL
+      for (int i = 0; i < kRun / 2; ++i) {
+        if (2 * i < valid) to[i] = uint8_t(word >> (8 * i));
+      }
+    }
+  }
 }
 
 }  // namespace magicube::few

@@ -1,4 +1,4 @@
-"""Rows to e4m3 on a GPU in one launch: with a scale per row, per 128 values or per tensor, or as mxfp8."""
+"""Rows to e4m3 or nvfp4 on a GPU in one launch: with a scale per row, per 128 values or per tensor, or as mxfp8."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class EncodeConfig(KernelConfig):
 
     Attributes
     ----------
-    kernel_entry : str
-        ``"few::encode_e4m3_rows"``, ``"few::encode_e4m3_groups"`` or ``"few::encode_mxfp8_rows"``.
+    entry : str
+        ``"encode_e4m3_rows"``, ``"encode_e4m3_groups"``, ``"encode_mxfp8_rows"`` or ``"encode_nvfp4_rows"``.
     x : str
         Dtype of the rows.
     threads : int
@@ -148,3 +148,37 @@ def encode_mxfp8(x: Tensor) -> tuple[Tensor, Tensor]:
             (x.data_ptr(), pitch, k, scales.data_ptr(), blocks, codes.data_ptr(), k, vector),
         )
     return codes, scales
+
+
+def encode_nvfp4(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Encode rows with e4m3 scales of blocks of 16 and a scale per row: ``code = e2m1(x / (scale * row_scale))``.
+
+    By name only: no GPU has run it. Its source on a CPU gives the bits of ``quantize_floats``.
+
+    Parameters
+    ----------
+    x : Tensor, shape (M, K)
+        float32, float16 or bfloat16 on a GPU, not empty.
+
+    Returns
+    -------
+    codes : Tensor, shape (M, ceil(K / 2))
+        uint8, two codes of e2m1 each, the first in the low half.
+    scales : Tensor, shape (M, ceil(K / 16))
+        uint8 of e4m3, ``amax / (6 * row_scale)``: 1 for zeros, NaN for blocks with inf or NaN.
+    row_scale : Tensor, shape (M, 1)
+        float32, ``amax / 448 / 6`` of the finite blocks of a row, 1 for zeros.
+    """
+    x, pitch, vector = _rows_of(x)
+    (m, k), blocks = x.shape, -(-x.shape[1] // 16)
+    codes = workspace.empty((m, -(-k // 2)), torch.uint8, x.device)
+    scales = workspace.empty((m, blocks), torch.uint8, x.device)
+    row_scale = workspace.empty((m, 1), torch.float32, x.device)
+    config = EncodeConfig("encode_nvfp4_rows", str(x.dtype).removeprefix("torch."))
+    with device_of(x):
+        get_kernel(config).launch(
+            (m, 1, 1),
+            (x.data_ptr(), pitch, k, scales.data_ptr(), blocks, row_scale.data_ptr(), codes.data_ptr(), codes.shape[1],
+             vector),
+        )  # fmt: skip
+    return codes, scales, row_scale

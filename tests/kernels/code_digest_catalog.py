@@ -232,8 +232,8 @@ def _few_rows(arch: str) -> Iterator[Entry]:
         yield "few rows/rows to e4m3", EncodeConfig("encode_e4m3_rows", "bfloat16")
         yield "few rows/rows to mxfp8", EncodeConfig("encode_mxfp8_rows", "float32")
         yield "few rows/rows to e4m3 by 128", EncodeConfig("encode_e4m3_groups", "bfloat16")
-    for act in ("bfloat16", "float16"):
-        yield f"few rows/integers to {act}", WidenConfig(act)
+        yield "few rows/rows to nvfp4", EncodeConfig("encode_nvfp4_rows", "float16")
+    yield from ((f"few rows/integers to {act}", WidenConfig(act)) for act in ("bfloat16", "float16"))
     for name, act in (
         ("int4_g128", "bfloat16"),
         ("int8_g32_min", "float16"),

@@ -44,6 +44,7 @@ ONLY_ON = {
     "encode_e4m3_rows": {"sm_90a", "sm_100a"},
     "encode_mxfp8_rows": {"sm_90a", "sm_100a"},
     "encode_e4m3_groups": {"sm_90a", "sm_100a"},
+    "encode_nvfp4_rows": {"sm_90a", "sm_100a"},
     "gemm_floats_sm100": {"sm_100a"},
 }
 COMPILED = (

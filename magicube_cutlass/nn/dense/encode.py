@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from cute_kernels.few_rows.encode_e4m3 import ENCODE_ARCHES, ENCODED, encode_e4m3, encode_e4m3_groups, encode_mxfp8
+from cute_kernels.few_rows.encode_e4m3 import (
+    ENCODE_ARCHES,
+    ENCODED,
+    encode_e4m3,
+    encode_e4m3_groups,
+    encode_mxfp8,
+    encode_nvfp4,
+)
 from cute_kernels.jit.device import current_arch
 from magicube_cutlass.quantization.float_tensor import ScaledFloatTensor
 
 
 def encodes(x: Tensor, act: str) -> bool:
-    """Return whether :func:`encoded` takes these rows."""
+    """Return whether layers encode these rows by :func:`encoded`; as nvfp4, which no GPU has run, by name only."""
     if act not in ("e4m3", "e4m3_g128", "mxfp8") or x.device.type != "cuda" or x.dtype not in ENCODED or x.numel() == 0:
         return False
     return current_arch() in ENCODE_ARCHES
@@ -24,13 +31,16 @@ def encoded(x: Tensor, act: str, act_scale: Tensor | None) -> ScaledFloatTensor:
     x : Tensor, shape (N, K)
         Rows on a GPU.
     act : str
-        ``"e4m3"``, ``"e4m3_g128"`` or ``"mxfp8"``.
+        ``"e4m3"``, ``"e4m3_g128"``, ``"mxfp8"`` or ``"nvfp4"``.
     act_scale : Tensor or None, shape ()
         Given scale of e4m3; None: one per row.
     """
     if act == "mxfp8":
         codes, scale = encode_mxfp8(x)
         return ScaledFloatTensor(codes, x.shape[1], "e4m3", scale, "ue8m0", 32)
+    if act == "nvfp4":
+        codes, scale, row_scale = encode_nvfp4(x)
+        return ScaledFloatTensor(codes, x.shape[1], "e2m1", scale, "e4m3", 16, row_scale)
     if act == "e4m3_g128":
         codes, scale = encode_e4m3_groups(x)
         return ScaledFloatTensor(codes, x.shape[1], "e4m3", scale, block=128)

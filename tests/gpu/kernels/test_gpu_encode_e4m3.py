@@ -1,4 +1,4 @@
-"""Rows encoded to e4m3 and mxfp8 on a GPU, against what torch computes, bit for bit."""
+"""Rows encoded to e4m3, mxfp8 and nvfp4 on a GPU, against what torch computes, bit for bit."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ pytestmark = [pytest.mark.gpu, needs_warp_groups]
 SHAPES = [(1, 1), (3, 77), (16, 4096), (5, 5000), (40, 256)]
 KERNELS = [
     EncodeConfig(entry, str(dtype).removeprefix("torch."))
-    for entry in ("encode_e4m3_rows", "encode_e4m3_groups", "encode_mxfp8_rows")
+    for entry in ("encode_e4m3_rows", "encode_e4m3_groups", "encode_mxfp8_rows", "encode_nvfp4_rows")
     for dtype in ENCODED
 ]
 
 
 @pytest.mark.parametrize("dtype", ENCODED, ids=str)
-@pytest.mark.parametrize("act", ["e4m3", "e4m3_g128", "mxfp8"])
+@pytest.mark.parametrize("act", ["e4m3", "e4m3_g128", "mxfp8", "nvfp4"])
 @pytest.mark.configs(KERNELS)
 def test_codes_and_scales_are_those_of_torch(act: str, dtype: torch.dtype) -> None:
     for m, k in SHAPES:
@@ -33,10 +33,12 @@ def test_codes_and_scales_are_those_of_torch(act: str, dtype: torch.dtype) -> No
             x[2, k // 2] = torch.nan if m == 3 else torch.inf
         if dtype != torch.float16:
             x[0] *= 1e-36
-        want = quantize_floats(x, act, axis=1, nonfinite="propagate")
+        want = quantize_floats(x, act, axis=1, nonfinite="propagate", tensor_scale_per_row=True)
         got = encoded(x.cuda(), act, None)
         assert torch.equal(got.scale.cpu(), want.scale) or torch.equal(got.scale.cpu().isnan(), want.scale.isnan())
         assert torch.equal(torch.nan_to_num(got.scale.cpu().float()), torch.nan_to_num(want.scale.float()))
+        if want.tensor_scale is not None:
+            assert got.tensor_scale is not None and torch.equal(got.tensor_scale.cpu(), want.tensor_scale)
         assert torch.equal(got.data.cpu(), want.data), (m, k)
 
 

@@ -1,4 +1,4 @@
-"""The kernels that encode rows to e4m3: their source on the CPU, in every bit what torch computes."""
+"""The kernels that encode rows to e4m3 and nvfp4: their source on the CPU, in every bit what torch computes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,12 @@ from magicube_cutlass.quantization.float_tensor import quantize_floats
 from tests.kernels.few_rows.host import KERNELS, Edit, Launch, compile_library, has_compiler, source_of
 
 pytestmark = pytest.mark.skipif(not has_compiler(), reason="no g++")
-ENTRIES = {"e4m3": "encode_e4m3_rows", "e4m3_g128": "encode_e4m3_groups", "mxfp8": "encode_mxfp8_rows"}
+ENTRIES = {
+    "e4m3": "encode_e4m3_rows",
+    "e4m3_g128": "encode_e4m3_groups",
+    "mxfp8": "encode_mxfp8_rows",
+    "nvfp4": "encode_nvfp4_rows",
+}
 CONFIGS = [EncodeConfig(entry, str(dtype).removeprefix("torch.")) for entry in ENTRIES.values() for dtype in ENCODED]
 SHAPES = [(1, 1), (3, 77), (2, 2600), (5, 512), (4, 130)]  # (M, K): a CTA has 2048 values at a time
 # Arguments of an entry: rows, elements from row to row, columns, then scales and codes.
@@ -28,6 +33,7 @@ _ARGUMENTS = {
     "encode_e4m3_rows": "(float*)a[3], a[4], (uint8_t*)a[5], a[6], a[7]",
     "encode_e4m3_groups": "(float*)a[3], a[4], a[5], (uint8_t*)a[6], a[7], a[8]",
     "encode_mxfp8_rows": "(uint8_t*)a[3], a[4], (uint8_t*)a[5], a[6], a[7]",
+    "encode_nvfp4_rows": "(uint8_t*)a[3], a[4], (float*)a[5], (uint8_t*)a[6], a[7], a[8]",
 }
 _RUN = """
 extern "C" const char* run_{name}(const host::Launch* launch, const int64_t* a) {{
@@ -42,6 +48,7 @@ _DEVICE = """
 #include "few_rows/formats.cuh"
 inline void pdl_wait() {}
 inline float __double2float_rn(double x) { return float(x); }
+inline float __fdiv_rn(float x, float y) { return x / y; }
 inline float __double2float_rz(double x) {
   const float near = float(x);
   return std::fabs(double(near)) > std::fabs(x) ? std::nextafterf(near, 0.0f) : near;
@@ -75,10 +82,10 @@ inline uint8_t e4m3(float x) {
 """
 # uint16_t code of two values; the first in the upper byte, as the instruction has it
 _CVT = (
-    r'asm\("cvt\.rn\.satfinite\.e4m3x2\.f32 %0, %2, %1;"\s*'
-    r': "=h"\((codes\[i\])\) : "f"\((sticky_float\(.*?\]\))\), "f"\((sticky_float\(.*?\]\))\)\);'
+    r'asm\("cvt\.rn\.satfinite\.e4m3x2\.f32 %0, %2, %1;" : "=h"\(codes\) : "f"\((sticky_float\(low\))\), '
+    r'"f"\((sticky_float\(high\))\)\);'
 )
-_CVT_HOST = r"\1 = uint16_t(host::e4m3(\3) << 8 | host::e4m3(\2));"
+_CVT_HOST = r"codes = uint16_t(host::e4m3(\2) << 8 | host::e4m3(\1));"
 
 
 def kernel_source(edit: Edit | None = None) -> str:
@@ -135,7 +142,10 @@ def rows(m: int, k: int, dtype: torch.dtype) -> Tensor:
     x = (torch.randn(m, k, generator=made) * torch.randn(m, 1, generator=made).mul(4).exp()).to(dtype)
     if m > 2:
         x[1, : k // 2 + 1] = 0
-        x[2, k // 2] = torch.nan if m == 3 else torch.inf
+        x[2, k // 2 :: k // 2] = torch.nan if m == 3 else torch.inf  # the last value of an odd number as well
+    if m > 4:  # ties of e2m1: blocks of 16 have the scale 1
+        x[4] = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5])[torch.randint(7, (k,), generator=made)]
+        x[4, ::16], x[4, 0] = 6, 6 * 448
     if m > 3:
         odd = 2 * torch.randint(8, 16, (k,), generator=made) + 1  # halfway between two codes
         x[3] = (odd * 0.0123456 * 2.0 ** torch.randint(-4, 4, (k,), generator=made)).to(dtype)
@@ -146,10 +156,13 @@ def rows(m: int, k: int, dtype: torch.dtype) -> Tensor:
 
 
 def check(kernels: HostEncode, act: str, x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
-    want, got = quantize_floats(x, act, axis=1, nonfinite="propagate"), kernels.encoded(x, act, monkeypatch)
+    want = quantize_floats(x, act, axis=1, nonfinite="propagate", tensor_scale_per_row=True)
+    got = kernels.encoded(x, act, monkeypatch)
     assert got.scale.shape == want.scale.shape and (got.block, got.scale_dtype) == (want.block, want.scale_dtype)
     assert torch.equal(got.scale.isnan(), want.scale.isnan()), "scales that are no numbers"
     assert torch.equal(got.scale.nan_to_num(), want.scale.nan_to_num()), "scales"
+    if want.tensor_scale is not None:
+        assert got.tensor_scale is not None and torch.equal(got.tensor_scale, want.tensor_scale), "scales of rows"
     assert torch.equal(got.data, want.data), "codes"
 
 
@@ -181,6 +194,12 @@ BREACHES = [  # none writes out of bounds
     ("e4m3_g128", "if (bits == 0) return 1.0f;", ""),
     ("e4m3", "__float_as_uint(found) | 1", "__float_as_uint(found)"),
     ("mxfp8", "exponent - 8", "exponent - 7"),
+    ("nvfp4", "x >= 1.75f", "x > 1.75f"),
+    ("nvfp4", "if (bits < 0x7F800000) top", "if (bits <= 0x7F800000) top"),
+    ("nvfp4", "& 0xFF, 1)", "& 0xFF, 0)"),
+    ("nvfp4", "if (i < valid) word", "word"),
+    ("nvfp4", "value * row_scale", "value"),
+    ("nvfp4", "return max(bits, __shfl_xor_sync(~0u, bits, 1));", "return bits;"),
 ]
 
 
