@@ -63,7 +63,7 @@ def render_few_rows_layers() -> str:
 
 
 def render_sparse_decode() -> str:
-    """SpMM of few tokens beside dense products on a GPU: microseconds, weights cold (warm), and fp8's time over each."""
+    """SpMM of few tokens beside dense products on a GPU: us, weights cold (warm), and fp8's time over each."""
     names = ("L4-R8", "L8-R8", "L4-R4", "e4m3 x float16", "e2m1 x float16")
     rows = []
     for case in results("sparse_decode_h200")["cases"]:
