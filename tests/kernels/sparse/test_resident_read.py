@@ -193,3 +193,15 @@ def test_many_matrices_are_several_launches() -> None:
     assert list(moved.values()) == [32_767 * 1200, 32_767 * 40 * 20 * 4, 32_767 * 20 * 4]
     with pytest.raises(ValueError, match="config must have at most 65535 N tiles, got 65536 of 16 columns"):
         config.launch(kernel, copy, b, OutputArg(1 << 50, 1, 40, 60, 65_536 * 16), none, scale, 0)  # type: ignore[arg-type]
+
+
+def test_a_launch_tells_the_kernel_how_it_may_read() -> None:
+    """Argument 7: rows of B start at multiples of 16 bytes; the last one: A may be read before the kernel ahead ends."""
+    config = config_of(tile=64, block_rows=3)
+    copy, none = config.pack(vectors_of(random_mask(5, 60, 0.4, 1)), 60), ScaleArg(0, 0, 0)
+    for early in (False, True):
+        for pointer, pitch, batch in ((1 << 40, 32, 1920), (1 << 40, 1, 0), (1 << 40, 24, 0), (8, 32, 0), (16, 32, 24)):
+            kernel, b = Launches(), DenseArg(pointer, pitch, batch, 20)
+            config.launch(kernel, copy, b, OutputArg(1 << 50, 1, 40, 60, 20), none, none, 0, early)  # type: ignore[arg-type]
+            ((_, arguments),) = kernel
+            assert arguments[7] == (pointer % 16 == pitch % 16 == batch % 16 == 0) and arguments[-1] == early
