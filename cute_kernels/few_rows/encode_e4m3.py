@@ -61,6 +61,18 @@ def _rows_of(x: Tensor) -> tuple[Tensor, int, int]:
     return x, pitch, int(x.data_ptr() % 16 == 0 and (m == 1 or (pitch % _RUN == 0 and k % _RUN == 0)))
 
 
+def _launch(entry: str, x: Tensor, scales: tuple[int, ...], codes: Tensor, by_parts: bool) -> None:
+    """Launch a kernel with its own arguments `scales`: a CTA for each row, or for each part of one."""
+    x, pitch, vector = _rows_of(x)
+    m, k = x.shape
+    config = EncodeConfig(entry, str(x.dtype).removeprefix("torch."))
+    parts = -(-k // (_RUN * config.threads)) if by_parts else 1
+    with device_of(x):
+        get_kernel(config).launch(
+            (m, parts, 1), (x.data_ptr(), pitch, k, *scales, codes.data_ptr(), codes.shape[1], vector)
+        )
+
+
 def encode_e4m3(x: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Encode rows: ``code = e4m3(x / scale)``, to nearest even, saturating.
 
@@ -78,16 +90,11 @@ def encode_e4m3(x: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tensor]
     scale : Tensor, shape (M, 1) or ()
         float32.
     """
-    x, pitch, vector = _rows_of(x)
     (m, k), given = x.shape, int(scale is not None)
     codes = workspace.empty((m, k), torch.uint8, x.device)
     if scale is None:
         scale = workspace.empty((m, 1), torch.float32, x.device)
-    config = EncodeConfig("encode_e4m3_rows", str(x.dtype).removeprefix("torch."))
-    with device_of(x):
-        get_kernel(config).launch(
-            (m, 1, 1), (x.data_ptr(), pitch, k, scale.data_ptr(), given, codes.data_ptr(), k, vector)
-        )
+    _launch("encode_e4m3_rows", x, (scale.data_ptr(), given), codes, False)
     return codes, scale
 
 
@@ -109,16 +116,10 @@ def encode_e4m3_groups(x: Tensor) -> tuple[Tensor, Tensor]:
         float32, ``amax / 448``: 1 for zeros, NaN for blocks with inf or NaN. Memory strides (1, M), as
         ``torch._scaled_mm`` reads them.
     """
-    x, pitch, vector = _rows_of(x)
     m, k = x.shape
     codes = workspace.empty((m, k), torch.uint8, x.device)
     scales = workspace.empty((-(-k // 128), m), torch.float32, x.device)
-    config = EncodeConfig("encode_e4m3_groups", str(x.dtype).removeprefix("torch."))
-    with device_of(x):
-        get_kernel(config).launch(
-            (m, -(-k // (_RUN * config.threads)), 1),
-            (x.data_ptr(), pitch, k, scales.data_ptr(), 1, m, codes.data_ptr(), k, vector),
-        )
+    _launch("encode_e4m3_groups", x, (scales.data_ptr(), 1, m), codes, True)
     return codes, scales.t()
 
 
@@ -137,16 +138,10 @@ def encode_mxfp8(x: Tensor) -> tuple[Tensor, Tensor]:
     scales : Tensor, shape (M, ceil(K / 32))
         uint8 of ue8m0: 1 for zeros, NaN for blocks with inf or NaN.
     """
-    x, pitch, vector = _rows_of(x)
     (m, k), blocks = x.shape, -(-x.shape[1] // 32)
     codes = workspace.empty((m, k), torch.uint8, x.device)
     scales = workspace.empty((m, blocks), torch.uint8, x.device)
-    config = EncodeConfig("encode_mxfp8_rows", str(x.dtype).removeprefix("torch."))
-    with device_of(x):
-        get_kernel(config).launch(
-            (m, -(-k // (_RUN * config.threads)), 1),
-            (x.data_ptr(), pitch, k, scales.data_ptr(), blocks, codes.data_ptr(), k, vector),
-        )
+    _launch("encode_mxfp8_rows", x, (scales.data_ptr(), blocks), codes, True)
     return codes, scales
 
 
@@ -169,16 +164,9 @@ def encode_nvfp4(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     row_scale : Tensor, shape (M, 1)
         float32, ``amax / 448 / 6`` of the finite blocks of a row, 1 for zeros.
     """
-    x, pitch, vector = _rows_of(x)
     (m, k), blocks = x.shape, -(-x.shape[1] // 16)
     codes = workspace.empty((m, -(-k // 2)), torch.uint8, x.device)
     scales = workspace.empty((m, blocks), torch.uint8, x.device)
     row_scale = workspace.empty((m, 1), torch.float32, x.device)
-    config = EncodeConfig("encode_nvfp4_rows", str(x.dtype).removeprefix("torch."))
-    with device_of(x):
-        get_kernel(config).launch(
-            (m, 1, 1),
-            (x.data_ptr(), pitch, k, scales.data_ptr(), blocks, row_scale.data_ptr(), codes.data_ptr(), codes.shape[1],
-             vector),
-        )  # fmt: skip
+    _launch("encode_nvfp4_rows", x, (scales.data_ptr(), blocks, row_scale.data_ptr()), codes, False)
     return codes, scales, row_scale
