@@ -58,7 +58,7 @@ def render_few_rows_layers() -> str:
     rows = [
         [name, *(f"{case['warm'][name]:.1f} ({case['host'][name]:.0f})" for case in cases)] for name in cases[0]["warm"]
     ]
-    head = ["weight, rows", *(f"{case['m']} tokens" for case in cases)]
+    head = ["weight, rows", *(f"{case['m']} token{'s' * (case['m'] > 1)}" for case in cases)]
     return f"{grid(head, rows)}\n\n{source('few_rows_h200')}"
 
 

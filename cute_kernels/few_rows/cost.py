@@ -9,11 +9,12 @@ from cute_kernels.few_rows.formats import FORMATS, PAD_K, UNIT_K, UNIT_ROWS
 __all__ = ["MOST_ROWS", "few_rows_seconds"]
 
 MOST_ROWS = 64  # of a tile; more take several, which no figure is fitted to
-# Fitted to benchmarks/results/few_rows_h200.json (behind another kernel, weights cold): 108 times within 8%.
-_LAUNCH, _BANDWIDTH = 4.26e-6, 4.62e12
-_WORK = {8: 0.085e-12, 16: 0.103e-12, 32: 0.137e-12, 64: 0.193e-12}  # seconds per weight by rows of a tile
-_SCALES = 3.15  # share that scales of groups add to a weight's work, times k that share one
-_SIX_BITS = 0.212  # share that codes across byte boundaries add
+# Fitted to benchmarks/results/few_rows_h200.json (behind another kernel, weights cold): 120 times within 10%.
+_LAUNCH, _BANDWIDTH = 4.84e-6, 4.7e12
+_WORK = {8: 0.0614e-12, 16: 0.0897e-12, 32: 0.117e-12, 64: 0.1725e-12}  # seconds per weight by rows of a tile
+_SCALES = 5.22  # share that scales of groups add to a weight's work, times k that share one
+_SIX_BITS = 0.237  # share that codes across byte boundaries add
+_INTEGERS = 0.068  # share less for integers
 
 
 def few_rows_seconds(weight: str, m: int, n: int, k: int) -> float:
@@ -37,8 +38,8 @@ def few_rows_seconds(weight: str, m: int, n: int, k: int) -> float:
 
     Examples
     --------
-    >>> round(1e6 * few_rows_seconds("int4_g128", 16, 14336, 4096), 1)  # measured: 13.0
-    13.4
+    >>> round(1e6 * few_rows_seconds("int4_g128", 16, 14336, 4096), 1)  # measured: 12.6
+    13.2
     """
     if weight not in FORMATS:
         raise ValueError(f"weight must be one of {', '.join(FORMATS)}, got {weight!r}")
@@ -47,5 +48,6 @@ def few_rows_seconds(weight: str, m: int, n: int, k: int) -> float:
     form, rows = FORMATS[weight], next(rows for rows in _WORK if m <= rows)
     units = -(-n // UNIT_ROWS) * -(-k // PAD_K) * (PAD_K // UNIT_K)
     more = (_SCALES / form.group if form.group else 0.0) + (_SIX_BITS if form.bits == 6 else 0.0)
+    more -= _INTEGERS if form.codes.startswith("int") else 0.0
     work = units * UNIT_ROWS * UNIT_K * _WORK[rows] * (1 + more)
     return _LAUNCH + math.hypot(units * form.unit_bytes / _BANDWIDTH, work)

@@ -148,8 +148,6 @@ def encode_mxfp8(x: Tensor) -> tuple[Tensor, Tensor]:
 def encode_nvfp4(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Encode rows with e4m3 scales of blocks of 16 and a scale per row: ``code = e2m1(x / (scale * row_scale))``.
 
-    By name only: no GPU has run it. Its source on a CPU gives the bits of ``quantize_floats``.
-
     Parameters
     ----------
     x : Tensor, shape (M, K)

@@ -44,7 +44,9 @@ __device__ __forceinline__ uint32_t mask_flip(uint32_t x) {
 
 // Each format: bits per value, the exponent by which `pair` is too small, and pair `p` of kPairs from a lane's words of a row.
 
-// Codes q + 8 in nibbles p % 4 of both halves of a word. 128 + u is a bfloat16 and 1024 + 16 u a float16: exact.
+// Codes u = q + 8 in nibbles p % 4 of both halves of a word. An integer in the lower eight bits of a bfloat16 is as many of its
+// smallest steps, 2^-133: one FMA makes (u - 8) 2^-6 of u and of 16 u, exactly (2^127 is the largest power of two; the row's scale
+// takes the 2^6). 1024 + u and 1024 + 16 u are float16.
 struct INT4 {
   static constexpr int kBits = 4;
   template <class Half>
@@ -52,13 +54,15 @@ struct INT4 {
 
   template <class Half, int p>
   __device__ static uint32_t pair(const uint32_t* words) {
-    const uint32_t word = words[p / 4];
+    const uint32_t word = p % 4 < 2 ? words[p / 4] : words[p / 4] >> 8;
     if constexpr (kIsBfloat16<Half>) {
-      return subtract_pair<Half>(mask_flip<0x000F000F, 0x43004300>(word >> 4 * (p % 4)), 0x43084308);  // 128, 136
+      constexpr uint32_t kMinus8 = 0x8000'8000 | kPower<Half>(3 - 6);
+      if constexpr (p % 2 == 0) return fma_pair<Half>(word & 0x000F000F, kPower<Half>(127), kMinus8);
+      else return fma_pair<Half>(word & 0x00F000F0, kPower<Half>(127 - 4), kMinus8);
     } else if constexpr (p % 2 == 0) {
-      return subtract_pair<Half>(mask_flip<0x000F000F, 0x64006400>(word >> 4 * (p % 4)), 0x64086408);  // 1024, 1032
+      return subtract_pair<Half>(mask_flip<0x000F000F, 0x64006400>(word), 0x64086408);  // 1024, 1032
     } else {
-      return fma_pair<Half>(mask_flip<0x00F000F0, 0x64006400>(word >> 4 * (p % 4 - 1)), 0x2C002C00, 0xD480D480);  // / 16 - 72
+      return fma_pair<Half>(mask_flip<0x00F000F0, 0x64006400>(word), 0x2C002C00, 0xD480D480);  // / 16 - 72
     }
   }
 };
@@ -120,7 +124,7 @@ struct E4M3Bytes {
   }
 };
 
-// Two's complement, pairs as above. The upper bit counts -128: two values that are exact, and their exact difference.
+// Two's complement, pairs as above; the upper bit flipped is q + 128, a byte as in INT4.
 struct INT8 {
   static constexpr int kBits = 8;
   template <class Half>
@@ -130,7 +134,7 @@ struct INT8 {
   __device__ static uint32_t pair(const uint32_t* words) {
     const uint32_t word = p % 2 == 0 ? words[p / 2] >> 8 : words[p / 2];
     if constexpr (kIsBfloat16<Half>) {
-      return subtract_pair<Half>(mask_flip<0x007F007F, 0x43004300>(word), mask_flip<0x00800080, 0x43004300>(word));
+      return fma_pair<Half>(mask_flip<0x00FF00FF, 0x00800080>(word), kPower<Half>(127), 0x8000'8000 | kPower<Half>(7 - 6));
     } else {
       return subtract_pair<Half>(mask_flip<0x00FF00FF, 0x64806480>(word), 0x64806480);  // 1024 + (q + 128), 1152
     }

@@ -15,6 +15,7 @@ PAD_K = 256  # K is padded to a multiple of it
 ACTS = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 _BIAS = {"bfloat16": 127, "float16": 15}  # of the exponent of the values that Tensor Cores multiply
 _SHRINK = 9  # e4m3 block scales enter the product 2^9 too small
+_SHRINK_INTEGERS = 6  # integers that become bfloat16 do so 2^6 too small
 
 
 @dataclass(frozen=True)
@@ -290,14 +291,15 @@ def pack_weight(
     n, k = codes.shape
     rows, columns = -(-n // UNIT_ROWS) * UNIT_ROWS, -(-k // PAD_K) * PAD_K
     units = columns // UNIT_K
-    found = torch.ones(n, dtype=torch.float64, device=codes.device)
-    if row_scale is not None:
-        found = found * row_scale.double()
+    shrink = 2.0**_SHRINK_INTEGERS if form.codes in _INTS and act == "bfloat16" else 1.0
+    found = torch.full((n,), shrink, dtype=torch.float64, device=codes.device)
+    found = found if row_scale is None else found * row_scale.double()
     parts = []
     if form.scale != "none":
         assert scales is not None
         groups = columns // form.group
         if form.scale in ("half", "half_min", "sum"):
+            minimum = None if minimum is None else minimum / shrink
             power = _power_of_two(scales if minimum is None else torch.cat([scales, minimum], 1))
             found = found * power[:, 0].double()
             half = torch.bfloat16 if act == "bfloat16" else torch.float16

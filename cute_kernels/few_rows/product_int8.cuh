@@ -97,9 +97,10 @@ __device__ __forceinline__ void start_sums(const FewRowsInt8<C>& gemm, uint32_t 
   const uint64_t b = smem_descriptor<128>(gemm.box(stage, unit));
   CUTE_UNROLL
   for (int s = first; s < first + count; ++s) {
-    wgmma_int8<typename G::Op>(a[s], b + (32 * s >> 4), sums,
-                               from_zero && s == first ? SM90::GMMA::ScaleOut::Zero : SM90::GMMA::ScaleOut::One,
-                               make_int_sequence<G::kRegisters>{});
+    using Instruction = typename Op<C::kRows, INT8>::type;
+    wgmma_int8<Instruction>(a[s], b + (32 * s >> 4), sums,
+                            from_zero && s == first ? SM90::GMMA::ScaleOut::Zero : SM90::GMMA::ScaleOut::One,
+                            make_int_sequence<G::kRegisters>{});
   }
   warpgroup_commit_batch();
 }

@@ -8,6 +8,16 @@
 
 namespace magicube::few {
 
+// Bytes 0 and 2 of a word, two's complement. As bfloat16: 128 + the lower seven bits, less 128 + the upper bit, all exact.
+template <class Half>
+__device__ __forceinline__ uint32_t integer_pair(uint32_t word) {
+  if constexpr (kIsBfloat16<Half>) {
+    return subtract_pair<Half>(mask_flip<0x007F007F, 0x43004300>(word), mask_flip<0x00800080, 0x43004300>(word));
+  } else {
+    return INT8::pair<Half, 1>(&word);
+  }
+}
+
 // ints: (rows, columns), rows at multiples of 16 bytes if vector. out: (rows, pitch), zero from `columns` on.
 template <class C>
 __global__ void __launch_bounds__(C::kThreads)
@@ -26,8 +36,7 @@ widen_rows(const uint8_t* ints, int64_t int_pitch, int64_t columns, uint16_t* ou
   alignas(16) uint32_t wide[8];
   CUTE_UNROLL
   for (int i = 0; i < 8; ++i) {
-    const uint32_t word = uint32_t(run[2 * i]) | uint32_t(run[2 * i + 1]) << 16;  // as an odd pair of weights
-    wide[i] = INT8::pair<Half, 1>(&word);
+    wide[i] = integer_pair<Half>(uint32_t(run[2 * i]) | uint32_t(run[2 * i + 1]) << 16);
   }
   uint16_t* const to = out + row * pitch + column;
   CUTE_UNROLL

@@ -26,6 +26,8 @@ from cute_kernels.scaled_gemm.dequantize import dequantized_format
 from cute_kernels.scaled_gemm.small_m import candidates as small_m_candidates
 from cute_kernels.sddmm.panel import SddmmPanelConfig
 from cute_kernels.spmm.heuristics import SpmmKernel
+from magicube_cutlass.nn.dense.encode import encoded
+from magicube_cutlass.quantization.float_tensor import quantize_floats
 from residual.cuda import early_check
 from residual.cuda.operand import gpu_operand
 from residual.cuda.plans import GpuPlan
@@ -274,7 +276,7 @@ def test_errors_of_two_rungs_before_their_products(layout: str, tol: float) -> N
 
 
 @needs_warp_groups
-@pytest.mark.parametrize("name", ["int4_g128", "mxfp4"])
+@pytest.mark.parametrize("name", ["int4_g128", "mxfp4", "nvfp4"])
 def test_few_rows_and_their_decoded_weight(name: str) -> None:
     n, k = (64, 256) if WHOLE else (77, 264)
     made = few_rows_sample(name, n, k, "bfloat16", 0, "cuda")
@@ -295,6 +297,15 @@ def test_few_rows_of_int8() -> None:
     got = few_rows_int8_product(x, weight, out_dtype=torch.float32)
     exact = int8_product(x, weight, None, None)
     assert bool(((got.double() - exact).abs() <= int8_limit(x, weight, None, None, torch.float32)).all())
+
+
+@needs_warp_groups
+@pytest.mark.parametrize("act", ["e4m3", "e4m3_g128", "mxfp8", "nvfp4"])
+def test_encoded_rows(act: str) -> None:
+    x = torch.randn(5, 200 if WHOLE else 203, dtype=torch.bfloat16)
+    want = quantize_floats(x, act, axis=1, nonfinite="propagate", tensor_scale_per_row=True)
+    got = encoded(x.cuda(), act, None)
+    assert torch.equal(got.data.cpu(), want.data) and torch.equal(got.scale.cpu(), want.scale)
 
 
 @pytest.mark.parametrize("shape", [(3, 200), (70, 130)])

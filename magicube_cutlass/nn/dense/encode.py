@@ -17,10 +17,10 @@ from magicube_cutlass.quantization.float_tensor import ScaledFloatTensor
 
 
 def encodes(x: Tensor, act: str) -> bool:
-    """Return whether layers encode these rows by :func:`encoded`; as nvfp4, which no GPU has run, by name only."""
-    if act not in ("e4m3", "e4m3_g128", "mxfp8") or x.device.type != "cuda" or x.dtype not in ENCODED or x.numel() == 0:
+    """Return whether layers encode these rows by :func:`encoded`."""
+    if act not in ("e4m3", "e4m3_g128", "mxfp8", "nvfp4") or x.dtype not in ENCODED or x.numel() == 0:
         return False
-    return current_arch() in ENCODE_ARCHES
+    return x.device.type == "cuda" and current_arch() in ENCODE_ARCHES
 
 
 def encoded(x: Tensor, act: str, act_scale: Tensor | None) -> ScaledFloatTensor:

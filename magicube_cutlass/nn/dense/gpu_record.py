@@ -94,7 +94,7 @@ class GemmRecord(LayerRecord):
 
 
 class FloatRecord(LayerRecord):
-    """By the scaled GEMM; `act` is ``"e4m3"`` or ``"mxfp8"``."""
+    """By the scaled GEMM; `act` is ``"e4m3"``, ``"e4m3_g128"``, ``"mxfp8"`` or ``"nvfp4"``."""
 
     def __init__(self, weight: ScaledFloatTensor, act: str, bias: Tensor | None, x: Tensor) -> None:
         super().__init__(weight.shape[0], bias, x, x.dtype)

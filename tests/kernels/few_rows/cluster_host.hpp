@@ -8,6 +8,7 @@
 #include <ucontext.h>
 
 #include <algorithm>
+#include <array>
 #include <functional>
 #include <map>
 #include <memory>
@@ -60,6 +61,7 @@ struct Fiber {
   std::vector<char> stack = std::vector<char>(1 << 16);
   int cta, thread, registers;
   uint64_t shuffled = 0;  // what its lane gives the others
+  struct { std::array<uint32_t, 4> a; std::array<uint32_t, 2> b; } fragments;  // likewise, of a warp's own product
   bool started = false, over = false, fenced = false;
   std::vector<Product> open;
   std::vector<std::vector<Product>> groups;  // committed, the oldest first
@@ -337,7 +339,11 @@ template <int kPending> void warpgroup_wait() {
   if (int(fiber.groups.size()) > kPending) fiber.groups.erase(fiber.groups.begin(), fiber.groups.end() - kPending);
 }
 template <class T> void warpgroup_fence_operand(T&) {}
+}  // namespace cute
 
+#include "warp_mma_host.hpp"
+
+namespace cute {
 namespace SM90::GMMA {
 enum class ScaleOut { Zero, One };
 enum class Major { K, MN };
@@ -396,6 +402,11 @@ struct TmaDescriptor {
 inline uint8_t* dynamic_shared() { return host::own_cta().memory; }
 inline uint32_t shared_address(const void* at) { return host::kFirst + uint32_t(static_cast<const uint8_t*>(at) - dynamic_shared()); }
 inline int warp_of_block() { return threadIdx.x / 32; }
+template <int kRowBytes>
+uint32_t swizzled(uint32_t row, uint32_t chunk) {
+  static_assert(kRowBytes == 128);
+  return host::swizzled(row * 128 + chunk * 16);
+}
 inline void prefetch_tensor_map(const TmaDescriptor*) {}
 inline void prefetch_l2(const void* at) { host::require(host::is_readable(at, 4), "prefetch: beyond the array"); }
 inline void pdl_wait() {}

@@ -33,14 +33,15 @@ def _rotated(word: Tensor, bits: int) -> Tensor:
 def _pairs(words: Tensor, codes: str, act: str) -> Tensor:
     """Values (..., pairs, 2) of words (..., words), each times 2^-lift, as the kernel decodes them."""
     found = []
+    shrink = 2.0**-6 if act == "bfloat16" else 1.0  # of integers
     for i in range(words.shape[-1]):
         word = words[..., i]
         if codes == "int4":
-            found += [(_halves(word >> 4 * p) & 15).double() - 8 for p in range(4)]
+            found += [((_halves(word >> 4 * p) & 15).double() - 8) * shrink for p in range(4)]
         elif codes == "int8":
             for p in range(2):
                 byte = _halves(word) >> (8 if p == 0 else 0) & 255
-                found.append((byte & 127).double() - (byte & 128).double())
+                found.append(((byte ^ 128).double() - 128) * shrink)
         elif codes == "e4m3":
             for p in range(2):
                 byte = _halves(word) >> (8 if p == 0 else 0) & 255

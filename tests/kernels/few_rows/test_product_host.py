@@ -20,6 +20,7 @@ MODES = [0, 3, pytest.param(1, marks=pytest.mark.long), pytest.param(2, marks=py
 Case = tuple[FewRowsConfig, str, list[tuple[int, int, int]]]
 CASES: list[Case] = [
     (candidates("int4_g128", 8)[4], "float32", [(1, 70, 9300), (3, 1, 1)]),
+    (candidates("nvfp4", 8, "float16")[0], "float16", [(7, 77, 1300)]),
     (candidates("nvfp4", 16, "float16")[3], "float16", [(20, 77, 5000)]),
     (candidates("mxfp4", 64)[0], "bfloat16", [(70, 136, 1300)]),
     (candidates("int8_g32_min", 32)[1], "float32", [(32, 130, 2050), (9, 72, 260)]),
