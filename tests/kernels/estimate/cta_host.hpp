@@ -2,20 +2,24 @@
 //
 // Fibers run in random order between barriers. Asynchronous copies happen at once or as late as the source allows, so that both a
 // missing wait and a stage that is filled too early change the results.
+//
+// Most of a test's time is g++ reading headers: this file includes neither <functional>, <memory>, <random> nor <string>.
 #pragma once
 
+#undef _FORTIFY_SOURCE  // its longjmp takes another stack for an error
+
+#include <setjmp.h>
 #include <ucontext.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <cstdio>
+#include <cstdlib>
 #include <cstring>
-#include <functional>
 #include <limits>
-#include <memory>
-#include <random>
-#include <stdexcept>
-#include <string>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #define __device__
@@ -96,78 +100,123 @@ namespace host {
 struct Barrier { int count = 0, round = 0; };
 struct Copy { uint8_t* to; const uint8_t* from; int valid, size; };
 struct Fiber {
-  ucontext_t context;
-  std::vector<char> stack = std::vector<char>(1 << 18);
+  ucontext_t context;  // where it begins
+  jmp_buf here;  // where it goes on: a jump makes no system call, unlike swapcontext
   std::vector<std::vector<Copy>> groups;  // of copies that have not happened yet
   std::vector<Copy> open;
-  bool over = false;
+  const Barrier* waits_at = nullptr;
+  int round = 0;  // of that barrier, when it came there
+  bool started = false, over = false;
 };
-inline std::vector<std::unique_ptr<Fiber>> fibers;
-inline ucontext_t scheduler;
+// The fibers' stacks, one after the other. Most of their pages are never written, so nothing fills them.
+struct Stacks {
+  static constexpr size_t kBytes = 1 << 18;
+  char* start;
+  explicit Stacks(int count) : start(static_cast<char*>(std::malloc(count * kBytes))) {}
+  ~Stacks() { std::free(start); }
+};
+// splitmix64
+struct Random {
+  uint64_t state;
+  uint64_t operator()() {
+    uint64_t x = state += 0x9e3779b97f4a7c15;
+    x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9;
+    x = (x ^ x >> 27) * 0x94d049bb133111eb;
+    return x ^ x >> 31;
+  }
+  void shuffle(std::vector<int>& x) {
+    for (size_t i = x.size(); i > 1; --i) std::swap(x[i - 1], x[(*this)() % i]);
+  }
+};
+inline std::vector<Fiber> fibers;
+inline jmp_buf scheduler;
 inline int current = 0;
 inline Barrier block, warps[32];
 inline uint64_t exchanged[1024];
 inline bool late = false;
-inline std::function<void()> body;
+inline void (*body)(void*) = nullptr;
+inline void* arguments = nullptr;
 inline uint64_t progress = 0;
 
-inline void yield() { swapcontext(&fibers[current]->context, &scheduler); }
-inline void meet(Barrier& barrier, int threads) {
-  const int round = barrier.round;
-  if (++barrier.count == threads) barrier.count = 0, ++barrier.round, ++progress;
-  while (barrier.round == round) yield();
+[[noreturn]] inline void fail(const char* what) {
+  std::fputs(what, stderr);
+  std::abort();
 }
+inline void yield() {
+  if (!_setjmp(fibers[current].here)) _longjmp(scheduler, 1);
+}
+inline void resume(Fiber& fiber) {
+  if (_setjmp(scheduler)) return;
+  if (fiber.started) _longjmp(fiber.here, 1);
+  fiber.started = true;
+  setcontext(&fiber.context);
+}
+inline void meet(Barrier& barrier, int threads) {
+  Fiber& self = fibers[current];
+  self.round = barrier.round;
+  if (++barrier.count == threads) {
+    barrier.count = 0, ++barrier.round, ++progress;
+  } else {
+    self.waits_at = &barrier;
+    yield();
+    self.waits_at = nullptr;
+  }
+}
+inline bool is_ready(const Fiber& fiber) { return !fiber.waits_at || fiber.waits_at->round != fiber.round; }
 inline void perform(const Copy& copy) {
   std::memset(copy.to, 0, copy.size);
   std::memcpy(copy.to, copy.from, copy.valid);
 }
 inline void copy(uint32_t to, const void* from, int valid, int size) {
   const Copy one{magicube::shared + to, static_cast<const uint8_t*>(from), valid, size};
-  if (size == 16 && (to % 16 || reinterpret_cast<uintptr_t>(from) % 16)) throw std::runtime_error("unaligned copy");
-  if (late) fibers[current]->open.push_back(one);
+  if (size == 16 && (to % 16 || reinterpret_cast<uintptr_t>(from) % 16)) host::fail("unaligned copy");
+  if (late) fibers[current].open.push_back(one);
   else perform(one);
 }
 inline void start() {
-  body();
-  fibers[current]->over = true, ++progress;
+  body(arguments);
+  fibers[current].over = true, ++progress;
   yield();
 }
 
 // Run `threads` threads of each CTA, CTA after CTA in random order. Returns what is wrong, or null.
-inline const char* run(int blocks, int threads, unsigned seed, bool copies_late, std::function<void()> kernel) {
-  static std::string wrong;
-  std::mt19937 random(seed);
-  late = copies_late, body = kernel, gridDim.x = blocks, blockDim.x = threads;
-  std::vector<int> order(blocks);
+template <class Kernel>
+const char* run(int blocks, int threads, unsigned seed, bool copies_late, Kernel kernel) {
+  Random random{seed};
+  const Stacks stacks(threads);
+  late = copies_late, gridDim.x = blocks, blockDim.x = threads;
+  body = [](void* kernel) { (*static_cast<Kernel*>(kernel))(); }, arguments = &kernel;
+  std::vector<int> order(blocks), alive(threads);
   for (int i = 0; i < blocks; ++i) order[i] = i;
-  std::shuffle(order.begin(), order.end(), random);
+  random.shuffle(order);
   for (int b : order) {
     std::memset(magicube::shared, 0xff, sizeof(magicube::shared));
     block = {};
     for (auto& warp : warps) warp = {};
     fibers.clear();
+    fibers.resize(threads);
+    alive.resize(threads);
     for (int t = 0; t < threads; ++t) {
-      fibers.push_back(std::make_unique<Fiber>());
-      Fiber& fiber = *fibers.back();
-      getcontext(&fiber.context);
-      fiber.context.uc_stack.ss_sp = fiber.stack.data(), fiber.context.uc_stack.ss_size = fiber.stack.size();
-      makecontext(&fiber.context, start, 0);
+      alive[t] = t;
+      ucontext_t& context = fibers[t].context;
+      getcontext(&context);
+      context.uc_stack.ss_sp = stacks.start + t * Stacks::kBytes, context.uc_stack.ss_size = Stacks::kBytes;
+      makecontext(&context, start, 0);
     }
-    std::vector<int> alive(threads);
-    for (int t = 0; t < threads; ++t) alive[t] = t;
     while (!alive.empty()) {
       const uint64_t before = progress;
-      std::shuffle(alive.begin(), alive.end(), random);
+      random.shuffle(alive);
       for (int t : alive) {
+        if (!is_ready(fibers[t])) continue;
         current = t, threadIdx.x = t, blockIdx.x = b;
-        swapcontext(&scheduler, &fibers[t]->context);
+        resume(fibers[t]);
       }
-      std::erase_if(alive, [](int t) { return fibers[t]->over; });
-      if (before == progress) return wrong = "threads wait at different barriers", wrong.c_str();
+      alive.erase(std::remove_if(alive.begin(), alive.end(), [](int t) { return fibers[t].over; }), alive.end());
+      if (before == progress) return "threads wait at different barriers";
     }
-    for (const auto& fiber : fibers) {
-      for (const auto& group : fiber->groups) {
-        if (!group.empty()) return wrong = "a thread ends with copies on their way", wrong.c_str();
+    for (const Fiber& fiber : fibers) {
+      for (const auto& group : fiber.groups) {
+        if (!group.empty()) return "a thread ends with copies on their way";
       }
     }
   }
@@ -224,13 +273,13 @@ template <int kBytes> void copy_async_run(uint32_t to, const void* from, int val
 inline void copy_async_word(uint32_t to, const void* from) { host::copy(to, from, 4, 4); }
 inline void store_shared(uint32_t to, uint32_t word) { std::memcpy(shared + to, &word, 4); }
 inline void cp_async_commit() {
-  auto& fiber = *host::fibers[host::current];
+  auto& fiber = host::fibers[host::current];
   fiber.groups.push_back(std::move(fiber.open));
   fiber.open.clear();
 }
 template <int kPending>
 void cp_async_wait() {
-  auto& groups = host::fibers[host::current]->groups;
+  auto& groups = host::fibers[host::current].groups;
   while (int(groups.size()) > kPending) {
     for (const auto& copy : groups.front()) host::perform(copy);
     groups.erase(groups.begin());
@@ -257,7 +306,7 @@ void mma_bytes(uint32_t (&sum)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t
       const auto right = int8_t(fragments[first + column * 4 + lane][4 + half] >> shift);
       total += (kSigned ? int8_t(left) : int(left)) * int64_t{right};
     }
-    if (total != int32_t(total)) throw std::runtime_error("a sum leaves the range of int32");
+    if (total != int32_t(total)) host::fail("a sum leaves the range of int32");
     sum[f] = uint32_t(total);
   }
   __syncwarp();

@@ -58,7 +58,7 @@ class HostKernels:
             header = Path(__file__).with_name("cta_host.hpp")
             source.write_text(f'#include "{header}"\n{config.translation_unit("sm_90a").source}{call}')
             flags = [
-                "-std=c++20",
+                "-std=c++17",
                 "-O1",
                 "-ffp-contract=off",
                 "-w",

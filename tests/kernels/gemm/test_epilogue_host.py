@@ -50,7 +50,7 @@ def test_the_visitor_gets_results_and_magnitudes(levels: int, vector: bool, tmp_
     header = Path(__file__).parents[1] / "estimate" / "cta_host.hpp"
     source, library = tmp_path / "epilogue.cpp", tmp_path / "epilogue.so"
     source.write_text(SOURCE.format(header=header, levels=levels))
-    flags = ["-std=c++20", "-O1", "-w", "-shared", "-fPIC", "-fno-gnu-unique", f"-I{tmp_path}"]
+    flags = ["-std=c++17", "-O1", "-w", "-shared", "-fPIC", "-fno-gnu-unique", f"-I{tmp_path}"]
     subprocess.run(["g++", *flags, str(source), "-o", str(library)], check=True)
     m, n = (16, 32) if vector else (13, 27)
     sums = torch.zeros(levels, 16, 32, dtype=torch.int32)
