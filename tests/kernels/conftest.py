@@ -1,4 +1,4 @@
-"""Kernels that tests compile without a GPU: one cache folder that outlives the run, one pool of processes per module."""
+"""Kernels that tests compile without a GPU: one cache folder that outlives the run, one pool of processes."""
 
 from __future__ import annotations
 
@@ -28,14 +28,42 @@ def kernel_cache() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module")
-def compiled(kernel_cache: None) -> Iterator[Compiled]:
-    """Return a function that compiles units in parallel: key -> unit to key -> future of the binary."""
+@pytest.fixture(scope="session")
+def compilers() -> Iterator[ProcessPoolExecutor]:
+    """Return the processes that compile, which start at the first kernel and keep the headers of all modules.
+
+    They share the cores with those of the other processes of pytest-xdist: a process takes 2 s to start, and as long
+    to parse the headers of each kind of kernel and arch.
+    """
+    testers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    cores = os.cpu_count() or 1
     # spawn: torch has threads, which a fork does not copy
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(max(2, os.cpu_count() or 1), mp_context=context, initializer=keep_headers) as pool:
-        yield lambda units: {key: pool.submit(build, unit) for key, unit in units.items()}
-        pool.shutdown(cancel_futures=True)
+    with ProcessPoolExecutor(
+        max(2 if testers == 1 else 1, cores // testers), mp_context=context, initializer=keep_headers
+    ) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def compiled(kernel_cache: None, compilers: ProcessPoolExecutor) -> Iterator[Compiled]:
+    """Return a function that compiles units in parallel: key -> unit to key -> future of the binary."""
+    futures: list[Future[Binary]] = []
+
+    def submit(units: Mapping[Any, Unit]) -> dict[Any, Future[Binary]]:
+        found = {key: compilers.submit(build, unit) for key, unit in units.items()}
+        futures.extend(found.values())
+        return found
+
+    yield submit
+    for future in futures:  # of tests that did not run, as after the first failure under -x
+        future.cancel()
+
+
+@pytest.fixture(scope="module")
+def compile_one(compiled: Compiled) -> Callable[[Unit], Binary]:
+    """Return a function that compiles a unit in a process that has its headers; it waits for the units before."""
+    return lambda unit: compiled({unit: unit})[unit].result()
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ pytest.importorskip("pycute", reason="needs the wheel nvidia-cutlass")
 
 from cute_kernels.convert.quantize import QuantizeConfig, default_configs, quantize_rows_of_two
 from cute_kernels.integers import BITS, widen
-from cute_kernels.jit import compile_unit
+from cute_kernels.jit import Binary, Unit
 from magicube_cutlass import QuantTensor, quantize
 from tests.helpers import SCALES, disassemble, lean_sass
 
@@ -38,8 +39,10 @@ SHAPES = [(1, 1), (3, 5), (1, 1000), (70, 33), (64, 256), (5, 4100), (3, 20_000)
     ],
     ids=lambda config: config.name,
 )
-def test_machine_code_keeps_everything_in_registers(config: QuantizeConfig, arch: str) -> None:
-    binary = compile_unit(config.translation_unit(arch))
+def test_machine_code_keeps_everything_in_registers(
+    config: QuantizeConfig, arch: str, compile_one: Callable[[Unit], Binary]
+) -> None:
+    binary = compile_one(config.translation_unit(arch))
     sass = disassemble(binary.code)
     assert binary.usage is not None and binary.usage.stack_bytes == binary.usage.spill_bytes == 0, binary.usage
     assert not re.search(r"\b(?:LDL|STL)\b", sass)

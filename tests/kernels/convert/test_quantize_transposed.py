@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -21,7 +22,7 @@ from cute_kernels.convert.quantize_transposed import (
     turned_config,
 )
 from cute_kernels.dtypes import REAL_DTYPES
-from cute_kernels.jit import compile_unit
+from cute_kernels.jit import Binary, Unit
 from magicube_cutlass.autograd.integer import quantized
 from magicube_cutlass.ops import torch_ops as library
 from tests.helpers import disassemble
@@ -37,8 +38,10 @@ TURNED = [(1, 8), (33, 72), (64, 512), (100, 704), (65, 1544), (130, 4096), (130
 
 @pytest.mark.parametrize("arch", [pytest.param("sm_80", marks=pytest.mark.long), "sm_90a"])
 @pytest.mark.parametrize("config", [default_configs("sm_80")[i] for i in (2, 4, 11)], ids=lambda config: config.name)
-def test_machine_code_keeps_everything_in_registers(config: TransposedConfig, arch: str) -> None:
-    binary = compile_unit(config.translation_unit(arch))
+def test_machine_code_keeps_everything_in_registers(
+    config: TransposedConfig, arch: str, compile_one: Callable[[Unit], Binary]
+) -> None:
+    binary = compile_one(config.translation_unit(arch))
     sass = disassemble(binary.code)
     assert binary.usage is not None and binary.usage.stack_bytes == binary.usage.spill_bytes == 0, binary.usage
     assert not re.search(r"\b(?:LDL|STL)\b", sass)
@@ -46,8 +49,10 @@ def test_machine_code_keeps_everything_in_registers(config: TransposedConfig, ar
 
 
 @pytest.mark.parametrize("config", default_configs("sm_90a")[12::3], ids=lambda config: config.name)
-def test_machine_code_for_many_rows_holds_them_in_registers(config: TurnedConfig) -> None:
-    binary = compile_unit(config.translation_unit("sm_90a"))
+def test_machine_code_for_many_rows_holds_them_in_registers(
+    config: TurnedConfig, compile_one: Callable[[Unit], Binary]
+) -> None:
+    binary = compile_one(config.translation_unit("sm_90a"))
     sass = disassemble(binary.code)
     assert binary.usage is not None and binary.usage.stack_bytes == binary.usage.spill_bytes == 0, binary.usage
     assert binary.usage.registers * config.threads * config.resident <= 65536

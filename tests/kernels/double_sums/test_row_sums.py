@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from contextlib import nullcontext
 
 import pytest
@@ -14,7 +15,7 @@ pytest.importorskip("pycute", reason="needs the wheel nvidia-cutlass")
 from cute_kernels.double_sums import RowSums
 from cute_kernels.double_sums import row_sums as sums
 from cute_kernels.double_sums.row_sums import RowSumsConfig, default_configs, roundings
-from cute_kernels.jit import compile_unit
+from cute_kernels.jit import Binary, Unit
 from tests.helpers import disassemble
 from tests.kernels.estimate.cta_host import HostKernels, has_compiler
 
@@ -68,8 +69,8 @@ def test_the_source_gives_the_sums_of_float64(
 
 
 @pytest.mark.parametrize("config", default_configs(), ids=lambda config: config.name)
-def test_machine_code_keeps_the_sums_in_registers(config: RowSumsConfig) -> None:
-    binary = compile_unit(config.translation_unit("sm_90a"))
+def test_machine_code_keeps_the_sums_in_registers(config: RowSumsConfig, compile_one: Callable[[Unit], Binary]) -> None:
+    binary = compile_one(config.translation_unit("sm_90a"))
     sass = disassemble(binary.code)
     assert binary.usage is not None and binary.usage.stack_bytes == binary.usage.spill_bytes == 0, binary.usage
     assert len(re.findall(r"\bDFMA\b", sass)) >= 16 * 2 * 17 and not re.search(r"\b(?:LDL|STL)\b", sass)

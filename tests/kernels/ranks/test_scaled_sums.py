@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 
 import pytest
@@ -12,7 +12,7 @@ from torch import Tensor
 
 pytest.importorskip("pycute", reason="needs the wheel nvidia-cutlass")
 
-from cute_kernels.jit import compile_unit
+from cute_kernels.jit import Binary, Unit
 from cute_kernels.ranks import scaled_sums as sums
 from cute_kernels.ranks.scaled_sums import ScaledSumsConfig
 from tests.helpers import disassemble
@@ -80,8 +80,10 @@ def test_the_source_adds_exactly_and_rounds_as_one_gpu(ranks: int, columns: bool
 @pytest.mark.parametrize(
     "config", [*sums.two_rank_configs(), ScaledSumsConfig(8, True, "float32")], ids=lambda c: c.name
 )
-def test_machine_code_loads_whole_runs_of_every_rank(config: ScaledSumsConfig) -> None:
-    binary = compile_unit(config.translation_unit("sm_90a"))
+def test_machine_code_loads_whole_runs_of_every_rank(
+    config: ScaledSumsConfig, compile_one: Callable[[Unit], Binary]
+) -> None:
+    binary = compile_one(config.translation_unit("sm_90a"))
     sass = disassemble(binary.code)
     assert binary.usage is not None and binary.usage.stack_bytes == binary.usage.spill_bytes == 0, binary.usage
     assert len(re.findall(r"LDG\.E\.128", sass)) == 4 * config.ranks and "STG.E.128" in sass

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 
 import pytest
 
-from cute_kernels.jit import Binary, build
+from cute_kernels.jit import Binary, Unit
 from cute_kernels.scaled_gemm.config import OperandFormat, ScaledGemmConfig, candidates
 from tests.helpers import DIVERGED, lean_sass
 
@@ -69,10 +70,12 @@ def test_the_kernel_is_made_of_the_instructions_that_were_meant(
 
 @pytest.mark.parametrize("tiles", [False, True])
 @pytest.mark.parametrize(("tile_n", "loop"), [(256, r"m{4}0f{64}m{4}0"), (128, r"m{8}1f{64}0")])
-def test_sums_are_scaled_as_they_are_added(tile_n: int, loop: str, tiles: bool, kernel_cache: None) -> None:
+def test_sums_are_scaled_as_they_are_added(
+    tile_n: int, loop: str, tiles: bool, compile_one: Callable[[Unit], Binary]
+) -> None:
     found = candidates(OperandFormat("e4m3", 128, "float32"), OperandFormat("e4m3", tiles=tiles), "sm_90a")
     config = next(each for each in found if each.tile_n == tile_n)
-    sass = lean_sass(build(config.translation_unit("sm_90a")), "")
+    sass = lean_sass(compile_one(config.translation_unit("sm_90a")), "")
     seen = re.findall(r"\b(QGMMA|WARPGROUP\.DEPBAR|FFMA)\b(?:\S* gsb0, (0x\d))?", sass)
     text = "".join({"QGMMA": "m", "FFMA": "f"}.get(name, left[-1:]) for name, left in seen)
     assert re.match(loop, text[text.index("m") :]), "one multiplication and addition per element"

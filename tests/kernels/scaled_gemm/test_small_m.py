@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 from types import SimpleNamespace
@@ -10,7 +11,7 @@ from typing import Any, cast
 
 import pytest
 
-from cute_kernels.jit import Binary, build
+from cute_kernels.jit import Binary, Unit
 from cute_kernels.scaled_gemm.config import OperandFormat
 from cute_kernels.scaled_gemm.cuda import choose_config
 from cute_kernels.scaled_gemm.small_m import (
@@ -131,7 +132,9 @@ def test_the_kernel_is_made_of_the_instructions_that_were_meant(
 
 @pytest.mark.parametrize("bits", [4, pytest.param(8, marks=pytest.mark.long)])
 @pytest.mark.parametrize("kind", [E4M3, OperandFormat("e2m3"), E2M1, MX8, NV], ids=lambda kind: kind.name)
-def test_the_reorder_kernel_stays_in_registers(kind: OperandFormat, bits: int, kernel_cache: None) -> None:
-    binary = build(ReorderConfig(kind, bits, kind.block > 0).translation_unit("sm_90a"))
+def test_the_reorder_kernel_stays_in_registers(
+    kind: OperandFormat, bits: int, compile_one: Callable[[Unit], Binary]
+) -> None:
+    binary = compile_one(ReorderConfig(kind, bits, kind.block > 0).translation_unit("sm_90a"))
     assert binary.usage is not None and binary.usage.spill_bytes == 0
     assert not re.search(r"\b(?:LDL|STL)\b", disassemble(binary.code))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
 
 from cute_kernels.floats import FORMATS
-from cute_kernels.jit import Binary, Unit, build
+from cute_kernels.jit import Binary, Unit
 from cute_kernels.scaled_gemm.sm100 import Tcgen05Config, candidates
 from cute_kernels.scaled_gemm.tcgen05 import MMA_KINDS, MmaKind, accumulator_place, matrix_descriptor
 from tests.helpers import disassemble, lean_sass
@@ -149,8 +150,10 @@ def test_the_kernel_is_made_of_the_instructions_that_were_meant(
 
 
 @pytest.mark.parametrize(("config", "arch"), PAIRS, ids=[f"{arch}-{config.name}" for config, arch in PAIRS])
-def test_a_pair_is_made_of_two_sm_instructions(config: Tcgen05Config, arch: str, kernel_cache: None) -> None:
-    binary = build(config.translation_unit(arch))
+def test_a_pair_is_made_of_two_sm_instructions(
+    config: Tcgen05Config, arch: str, compile_one: Callable[[Unit], Binary]
+) -> None:
+    binary = compile_one(config.translation_unit(arch))
     sass = lean_sass(binary, _GUARD)
     assert binary.usage is not None and binary.usage.registers * config.threads <= 65536
     assert set(re.findall(r"\bUTCQMMA\S*", sass)) == {"UTCQMMA.2CTA"}
@@ -165,11 +168,11 @@ def test_a_pair_is_made_of_two_sm_instructions(config: Tcgen05Config, arch: str,
     assert loop[:5] == [*["UTCQMMA"] * 4, "UTCBAR"] and loop[-2:] == ["UTCBAR"] * 2
 
 
-def test_the_probe_copies_a_box(kernel_cache: None) -> None:
-    sass = disassemble(build(BoxProbeConfig(128 * 128).translation_unit("sm_100a")).code)
+def test_the_probe_copies_a_box(compile_one: Callable[[Unit], Binary]) -> None:
+    sass = disassemble(compile_one(BoxProbeConfig(128 * 128).translation_unit("sm_100a")).code)
     assert "UTMALDG.2D" in sass and "SYNCS.PHASECHK.TRANS64" in sass and "CALL" not in sass
 
 
-def test_descriptors_are_those_of_cute(kernel_cache: None) -> None:
-    sass = disassemble(build(comparison()).code)
+def test_descriptors_are_those_of_cute(compile_one: Callable[[Unit], Binary]) -> None:
+    sass = disassemble(compile_one(comparison()).code)
     assert len(re.findall(r"\bSTG\.E\.64", sass)) == 2, "those of the turned bits, and no other"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 
@@ -11,7 +12,7 @@ import pytest
 from cute_kernels.attention.blocks.config import BlockAttention, block_config
 from cute_kernels.attention.config import AttentionConfig, GatherAttention, PanelAttention
 from cute_kernels.attention.quantize_qkv import OperandsConfig
-from cute_kernels.jit import Binary, build
+from cute_kernels.jit import Binary, Unit
 from tests.helpers import disassemble
 
 pytest.importorskip("cuda.core")
@@ -84,9 +85,9 @@ def test_the_kernel_is_made_of_the_instructions_that_were_meant(
 
 @pytest.mark.parametrize(("config", "arch"), OPERANDS, ids=[f"{arch}-{config.name}" for config, arch in OPERANDS])
 def test_operands_wait_in_shared_memory_and_the_next_kernel_is_let_go(
-    config: OperandsConfig, arch: str, kernel_cache: None
+    config: OperandsConfig, arch: str, compile_one: Callable[[Unit], Binary]
 ) -> None:
-    sass = lean(build(config.translation_unit(arch)))
+    sass = lean(compile_one(config.translation_unit(arch)))
     assert re.search(r"LDGSTS\.E\.BYPASS\S*\.128", sass) and "LDS.128" in sass and "STG.E.64" in sass
     assert ("PREEXIT" in sass) == ("ACQBULK" in sass) == (arch != "sm_80")
     assert "MEMBAR.ALL.GPU" in sass and "STG.E.STRONG.GPU" in sass
@@ -94,8 +95,10 @@ def test_operands_wait_in_shared_memory_and_the_next_kernel_is_let_go(
 
 
 @pytest.mark.parametrize("config", BLOCKS, ids=lambda config: config.name)
-def test_whole_blocks_are_multiplied_by_warp_groups_from_registers(config: BlockAttention, kernel_cache: None) -> None:
-    binary = build(config.translation_unit("sm_90a"))
+def test_whole_blocks_are_multiplied_by_warp_groups_from_registers(
+    config: BlockAttention, compile_one: Callable[[Unit], Binary]
+) -> None:
+    binary = compile_one(config.translation_unit("sm_90a"))
     sass = lean(binary)
     assert binary.usage is not None and binary.usage.registers * config.threads * config.resident <= 65536 * 4 // 3
     products = set(re.findall(r"IGMMA\.\S+ R\d+, R\d+, gdesc", sass))

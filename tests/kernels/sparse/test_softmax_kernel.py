@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from itertools import product
 
 import pytest
@@ -14,7 +15,7 @@ pytest.importorskip("pycute", reason="needs the wheel nvidia-cutlass")
 from cute_kernels.attention.sparse_softmax import SoftmaxConfig, default_configs
 from cute_kernels.dtypes import Integer
 from cute_kernels.integers import int_range
-from cute_kernels.jit import compile_unit
+from cute_kernels.jit import Binary, Unit
 from cute_kernels.operands import Vectors
 from magicube_cutlass import random_pattern
 from magicube_cutlass.formats.construct import narrow
@@ -44,8 +45,10 @@ FRAGMENTS = [
     ],
     ids=str,
 )
-def test_machine_code_keeps_everything_in_registers(config: SoftmaxConfig, arch: str) -> None:
-    binary = compile_unit(config.translation_unit(arch))
+def test_machine_code_keeps_everything_in_registers(
+    config: SoftmaxConfig, arch: str, compile_one: Callable[[Unit], Binary]
+) -> None:
+    binary = compile_one(config.translation_unit(arch))
     sass = disassemble(binary.code)
     assert binary.usage is not None and binary.usage.stack_bytes == binary.usage.spill_bytes == 0, binary.usage
     assert not re.search(r"\b(?:LDL|STL)\b", sass)
