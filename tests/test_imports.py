@@ -124,11 +124,17 @@ def probe(package: str, bytecode: Path) -> tuple[float, bool, list[str]]:
     return seconds, initialised, modules
 
 
+@pytest.fixture(scope="module")
+def bytecode(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for bytecode, also torch's, which takes the first process seconds."""
+    return tmp_path_factory.mktemp("bytecode")
+
+
 @pytest.mark.parametrize("package", ["magicube_cutlass", "residual"])
-def test_import_is_quick_and_touches_no_gpu(package: str, tmp_path: Path) -> None:
+def test_import_is_quick_and_touches_no_gpu(package: str, bytecode: Path) -> None:
     seconds = []
     for _ in range(5):
-        taken, initialised, modules = probe(package, tmp_path)
+        taken, initialised, modules = probe(package, bytecode)
         assert not initialised
         heavy = {name.split(".")[0] for name in modules} & set(LAZY)
         assert not heavy, f"import {package} imports {sorted(heavy)}"
