@@ -6,6 +6,7 @@ import importlib
 import inspect
 import pkgutil
 import random
+from functools import cache
 
 import pytest
 
@@ -13,6 +14,7 @@ import cute_kernels
 import magicube_cutlass as mc
 from cute_kernels import catalog
 from cute_kernels.dtypes import Integer
+from cute_kernels.jit import Unit
 from cute_kernels.machine import Machine, Problem, ProblemTypes
 from cute_kernels.spmm.heuristics import choose_spmm
 from magicube_cutlass.dispatch.plan import size_bucket
@@ -39,17 +41,21 @@ def test_the_configs_of_every_module_are_warmed() -> None:
     assert not missing
 
 
+@cache
+def warmed_units(every: bool, arch: str) -> frozenset[Unit]:
+    """The units of ``warm_configs``, which take seconds."""
+    return frozenset(config.translation_unit(arch) for config in catalog.warm_configs(every, arch))
+
+
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100a"])
 def test_names_of_warmed_configs_are_unique(arch: str) -> None:
-    units = {
-        config.translation_unit(arch) for config in catalog.warm_configs(True, arch)
-    }  # sizes need not be compiled in
+    units = warmed_units(True, arch)  # sizes need not be compiled in
     assert len({unit.title for unit in units}) == len(units) > 100
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100a"])
 def test_most_products_with_8_bit_weights_are_warmed(arch: str) -> None:
-    warmed = {config.translation_unit(arch) for config in catalog.warm_configs(False, arch)}
+    warmed = warmed_units(False, arch)
     draw = random.Random(0)
     machine, found = Machine(arch, catalog.NUM_SMS[arch]), []
     for out in ("float32", "float16", "int32"):
@@ -65,7 +71,7 @@ def test_most_products_with_8_bit_weights_are_warmed(arch: str) -> None:
 
 
 def test_the_product_of_the_readme_is_warmed() -> None:
-    names = {config.translation_unit("sm_90a").title for config in catalog.warm_configs(False, "sm_90a")}
+    names = {unit.title for unit in warmed_units(False, "sm_90a")}
     weight = mc.random_pattern(256, 512, 0.9, 8)
     lengths = weight.row_lengths
     sizes = Problem(weight.vector_rows, 512, weight.vectors, int(lengths.max()), size_bucket(128))
