@@ -23,7 +23,7 @@ from cute_kernels.sddmm.gather import SddmmConfig
 from cute_kernels.spmm.config import pack_fragments
 from cute_kernels.spmm.gather import GatherConfig
 from magicube_cutlass.checks import VECTOR_LENGTHS
-from tests.kernels.layout.test_fragments import G, T, ldmatrix_trans, prmt
+from tests.kernels.layout.test_fragments import G, T, ldmatrix_trans, place_of, prmt
 
 Array = np.ndarray[Any, Any]
 ZERO = np.zeros((), dtype=np.uint32)
@@ -205,7 +205,7 @@ def test_a_group_of_spmm(entry: Atom, a: str, b: str) -> None:
     operand_b = np.zeros((n, k))
     run = b_values.shape[-1]
     for lane, index in product(range(32), range(len(registers) * run)):
-        at = entry.b_layout(lane, index)
+        at = place_of(entry.b_layout, lane, index)
         operand_b[at % n, at // n] = b_values[index // run, lane, index % run]
 
     order = [gather_order(entry)(i) for i in range(k)]
@@ -218,11 +218,11 @@ def test_a_group_of_spmm(entry: Atom, a: str, b: str) -> None:
         found += units(raw, right, op_b)
     for first in range(0, len(found), m // 8):
         operand_a = np.zeros((m, k))
+        decoded = [[values_of(register, op_b) for register in unit] for unit in found[first : first + m // 8]]
         for lane, index in product(range(32), range(entry.values("A"))):
-            at = entry.a_layout(lane, index)
+            at = place_of(entry.a_layout, lane, index)
             block, depth = at % m // 8, at // m // (4 * run)
-            register = values_of(found[first + block][depth], op_b)
-            operand_a[at % m, at // m] = register[lane, index % run]
+            operand_a[at % m, at // m] = decoded[block][depth][lane, index % run]
         total = operand_a @ operand_b.T * (lift(left, op_a) * lift(right, op_b))  # (columns of the tile, rows of A)
         subs = 16 // right.bits
         for block, g in product(range(m // 8), range(8)):
@@ -302,7 +302,7 @@ def test_values_of_every_vector_length_find_their_lanes(name: str, v: int) -> No
         registers = values_of(np.array(expand_words(list(words.T.copy()), of, operand)), operand)  # (depth, lanes, 2)
         found = np.zeros((used, k))
         for lane, index in product(range(4 * used), range(k // 4)):
-            at = entry.b_layout(lane, index)
+            at = place_of(entry.b_layout, lane, index)
             found[at % 8, at // 8] = registers[index // 2, lane, index % 2]
         np.testing.assert_array_equal(found, real(sparse, of)[order][:, 8 * tile : 8 * tile + used].T)
 

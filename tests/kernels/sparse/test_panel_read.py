@@ -33,10 +33,9 @@ def config_of(tile_n_bytes: int, a_bits: int, v: int, rows: int, stages: int = 5
 def ring_of(config: PanelConfig, dense: Array, rows: range) -> Array:
     """Shared memory when these rows of ``dense``, (K, tile_n_bytes), are there, and no others."""
     memory = np.zeros(config.ring * config.tile_n_bytes, dtype=np.uint8)
-    for k in rows:
-        for unit in range(config.tile_n_bytes // 16):
-            at = int(swizzled(k % config.ring, unit, config.tile_n_bytes, config.swizzle))
-            memory[at : at + 16] = dense[k].view(np.uint8)[16 * unit : 16 * unit + 16]
+    lines, units = np.array(rows)[:, None], np.arange(config.tile_n_bytes // 16)
+    starts = swizzled(lines % config.ring, units, config.tile_n_bytes, config.swizzle)
+    memory[starts[..., None] + np.arange(16)] = dense[rows.start : rows.stop].view(np.uint8).reshape(*starts.shape, 16)
     return memory
 
 
