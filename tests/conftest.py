@@ -19,13 +19,15 @@ hypothesis.settings.register_profile("patient", deadline=None)  # a busy machine
 hypothesis.settings.load_profile("patient")
 
 NO_DEVICE = "needs a CUDA device"
+MANY_TESTS = {"test_cpu_few_columns.py", "test_ops.py", "test_paper_engine.py"}  # files that take half a minute
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    # Files of few tests have the slowest ones. They begin, so that no process ends with one while the others wait.
+    # Files of few tests have the slowest ones. They begin, so that no process ends with one while the others wait, after
+    # those that take as long by their number of tests.
     tests = Counter(item.path for item in items)
-    items.sort(key=lambda item: tests[item.path])
+    items.sort(key=lambda item: item.path.name not in MANY_TESTS and tests[item.path])
     if torch.cuda.is_available():
         return
     for item in items:
