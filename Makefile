@@ -91,17 +91,20 @@ sanitize: $(VENV)/.installed
 	  LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so)" \
 	  $(BIN)/python -m pytest -s -k 'not compile and not machine_code and not near_the_times' $(SANITIZE_TESTS) $(ARGS)
 
-# torch goes first and alone, so that no other requirement picks its version.
 $(VENV)/.tools: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed") if sys.version_info < (3, 11) else None'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q 'pip>=25.1'  # the first with dependency groups
-	$(BIN)/python -m pip install -q "$(TORCH)"
 	$(BIN)/python -m pip install -q 'scikit-build-core>=1.0' 'nanobind>=2.4' cmake ninja
 	touch $@
 
-# Editable: the Python files are used in place, and only a change of the C++ sources builds again.
+# Editable: the Python files are used in place, and only a change of the C++ sources builds again. The engine compiles in
+# the build folder of the editable install while the requirements are unpacked. torch goes first and alone, so that no
+# other requirement picks its version.
 $(VENV)/.installed: $(VENV)/.tools $(ENGINE_SOURCES)
+	export PATH="$$PWD/$(BIN):$$PATH"; \
+	  python -m pip wheel -q --no-build-isolation --no-deps -w build/wheel . & engine=$$!; \
+	  $(BIN)/python -m pip install -q "$(TORCH)"; $(BIN)/python -m pip install -q --group dev; wait $$engine
 	PATH="$$PWD/$(BIN):$$PATH" $(BIN)/python -m pip install -q --no-build-isolation -e '.[cuda]' --group dev
 	touch $@
 
