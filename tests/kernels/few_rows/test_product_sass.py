@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from concurrent.futures import Future
 
 import pytest
@@ -11,7 +12,7 @@ from cute_kernels.few_rows.decode import DecodeConfig
 from cute_kernels.few_rows.formats import FORMATS, PAD_K, UNIT_K
 from cute_kernels.few_rows.product import ROWS, FewRowsConfig, candidates, choose_few_rows
 from cute_kernels.few_rows.widen import WidenConfig
-from cute_kernels.jit import Binary, build
+from cute_kernels.jit import Binary, Unit
 from tests.helpers import disassemble
 
 pytest.importorskip("cuda.core")
@@ -77,8 +78,8 @@ def test_the_kernel_is_made_of_the_instructions_that_were_meant(
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
-def test_the_widening_kernel_stays_in_registers(arch: str, kernel_cache: None) -> None:
-    binary = build(WidenConfig("bfloat16").translation_unit(arch))
+def test_the_widening_kernel_stays_in_registers(arch: str, compile_one: Callable[[Unit], Binary]) -> None:
+    binary = compile_one(WidenConfig("bfloat16").translation_unit(arch))
     assert binary.usage is not None and binary.usage.spill_bytes == 0
     assert not re.search(r"\b(?:LDL|STL|CALL)\b", disassemble(binary.code))
 
@@ -95,8 +96,10 @@ def test_the_widening_kernel_stays_in_registers(arch: str, kernel_cache: None) -
     ],
     ids=lambda config: config.name,
 )
-def test_the_decoding_kernel_stores_16_bytes_at_a_time(config: DecodeConfig, arch: str, kernel_cache: None) -> None:
-    binary = build(config.translation_unit(arch))
+def test_the_decoding_kernel_stores_16_bytes_at_a_time(
+    config: DecodeConfig, arch: str, compile_one: Callable[[Unit], Binary]
+) -> None:
+    binary = compile_one(config.translation_unit(arch))
     assert binary.usage is not None and binary.usage.spill_bytes == 0 and binary.usage.registers <= 64
     sass = disassemble(binary.code)
     assert not re.search(r"\b(?:LDL|STL|CALL)\b", sass)
