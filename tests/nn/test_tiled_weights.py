@@ -168,6 +168,7 @@ def test_explain_says_what_a_layer_on_a_cpu_reads() -> None:
     for act in ACTS:
         found = QuantLinear(208, 512, weight="e4m3_b128", act=act).explain()
         assert found.backend == "torch" and DEQUANTIZED + "no kernel for this format here" in found.text
+        assert "it is kept, 425,984 bytes more" in found.text
         assert found.facts["weight_bytes"] == 208 * 512 + 2 * 4 * 4 and f"activations {act}, dynamic" in found.text
 
 

@@ -304,6 +304,8 @@ class DenseProduct:
             "torch": f"torch.matmul in float32 on the dequantized weight: {reason}",
         }
         many, text = self._decoded_rows(), texts[self.backend]
+        if self.backend == "torch" and self.weight.device.type == "cpu":
+            text += f"; it is kept, {4 * self.shape[0] * self.shape[1]:,} bytes more"
         if self.backend == "few_rows_int8" and torch.float32 not in self._int8_dtypes():
             text += "; float32 by torch"
         return text + (f"; {many} rows and more by torch on weights decoded before" if many else "")
