@@ -44,7 +44,7 @@ __device__ __forceinline__ uint32_t mask_flip(uint32_t x) {
 
 // Each format: bits per value, the exponent by which `pair` is too small, and pair `p` of kPairs from a lane's words of a row.
 
-// Codes u = q + 8 in nibbles p % 4 of both halves of a word. An integer in the lower eight bits of a bfloat16 is as many of its
+// Codes u = q + 8 in nibbles p % 4 of both values of a word. An integer in the lower eight bits of a bfloat16 is as many of its
 // smallest steps, 2^-133: one FMA makes (u - 8) 2^-6 of u and of 16 u, exactly (2^127 is the largest power of two; the row's scale
 // takes the 2^6). 1024 + u and 1024 + 16 u are float16.
 struct INT4 {

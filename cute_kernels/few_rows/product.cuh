@@ -218,7 +218,7 @@ __device__ __forceinline__ void multiply_piece(const FewRows<C>& gemm, const uin
   CUTE_UNROLL
   for (int s = 0; s < 4; s += 2) {
     const uint8_t* const from = shared + (gemm.box(stage, box) - gemm.base) + swizzled<128>(lane % 8, 2 * s + lane / 8);
-    uint32_t b[4];  // (2 steps, 2 halves of their k)
+    uint32_t b[4];  // (2 steps, lower and upper 8 of their k)
     SM75_U32x4_LDSM_N::copy(*reinterpret_cast<const uint128_t*>(from), b[0], b[1], b[2], b[3]);
     multiply_eight<typename C::Half>(a[s], b[0], b[1], sum);
     multiply_eight<typename C::Half>(a[s + 1], b[2], b[3], sum);
