@@ -34,6 +34,16 @@ __device__ __forceinline__ uint32_t subtract_pair(uint32_t a, uint32_t b) {
   return reinterpret_cast<const uint32_t&>(sum);
 }
 
+// The lower or the upper value of a pair, twice: instructions read either so, at no cost.
+template <class Half, int which>
+__device__ __forceinline__ uint32_t broadcast(uint32_t pair) {
+  using Pair = typename Half::Pair;
+  Pair& from = reinterpret_cast<Pair&>(pair);
+  if constexpr (kIsBfloat16<Half>) from = which ? __high2bfloat162(from) : __low2bfloat162(from);
+  else from = which ? __high2half2(from) : __low2half2(from);
+  return pair;
+}
+
 // (x & kMask) ^ kFlip in one LOP3.
 template <uint32_t kMask, uint32_t kFlip>
 __device__ __forceinline__ uint32_t mask_flip(uint32_t x) {
@@ -141,23 +151,26 @@ struct INT8 {
   }
 };
 
-// Scales of a row's groups. kBytes: of one group; kSum: the partial sum of a unit is multiplied, not its values.
-// factor<Half, kLift>(words, i): scale of group i times 2^kLift / 2^kShrink, twice; `formats.py` takes kShrink into account.
+// Scales of a row's groups. kBytes: of one group; kSum: the partial sum of a unit is multiplied, not its values; kJoint: a register
+// has those of both rows of a lane, so that an instruction expands two scales. factor<Half, kLift, i, row>(words): scale of group i
+// times 2^kLift / 2^kShrink, twice; `formats.py` takes kShrink into account.
+
+using Scales = uint32_t[2][8];  // of a lane: (rows g and g + 8, words)
 
 struct NoScale {
   static constexpr int kBytes = 0;
-  static constexpr bool kSum = false, kMinimum = false;
-  template <class Half, int kLift, int i>
-  __device__ static uint32_t factor(const uint32_t*) { return kPower<Half>(kLift); }
+  static constexpr bool kSum = false, kMinimum = false, kJoint = false;
+  template <class Half, int kLift, int i, int row>
+  __device__ static uint32_t factor(const Scales&) { return kPower<Half>(kLift); }
 };
 
 // A biased exponent of Half: the packing has multiplied by 2^kLift, and divided by the largest scale of the row.
 struct PowerScale {
   static constexpr int kBytes = 1;
-  static constexpr bool kSum = false, kMinimum = false;
-  template <class Half, int kLift, int i>
-  __device__ static uint32_t factor(const uint32_t* words) {
-    return __byte_perm(words[i / 4], 0, 0x4040 | i % 4 * 0x101) << Half::kMantissa;
+  static constexpr bool kSum = false, kMinimum = false, kJoint = true;
+  template <class Half, int kLift, int i, int row>
+  __device__ static uint32_t factor(const Scales& words) {
+    return broadcast<Half, row>(__byte_perm(words[0][i / 2], 0, i % 2 ? 0x4342 : 0x4140) * (1u << Half::kMantissa));
   }
 };
 
@@ -165,46 +178,47 @@ struct PowerScale {
 // too small, so that no factor is infinite. Adding to the exponent takes one IMAD.
 struct E5M3Scale {
   static constexpr int kBytes = 1;
-  static constexpr bool kSum = false, kMinimum = false;
-  template <class Half, int kLift, int i>
-  __device__ static uint32_t factor(const uint32_t* words) {
+  static constexpr bool kSum = false, kMinimum = false, kJoint = true;
+  template <class Half, int kLift, int i, int row>
+  __device__ static uint32_t factor(const Scales& words) {
     constexpr uint32_t kFirst = power_pair<Half>(kLift - 9 - 9) * kEachHalf;
-    return __byte_perm(words[i / 4], 0, 0x4040 | i % 4 * 0x101) * (1u << (Half::kMantissa - 3)) + kFirst;
+    const uint32_t both = __byte_perm(words[0][i / 2], 0, i % 2 ? 0x4342 : 0x4140) * (1u << (Half::kMantissa - 3)) + kFirst;
+    return broadcast<Half, row>(both);
   }
 };
 
 struct HalfScale {
   static constexpr int kBytes = 2;
-  static constexpr bool kSum = false, kMinimum = false;
-  template <class Half, int kLift, int i>
-  __device__ static uint32_t factor(const uint32_t* words) { return __byte_perm(words[i / 2], 0, i % 2 ? 0x3232 : 0x1010); }
+  static constexpr bool kSum = false, kMinimum = false, kJoint = false;
+  template <class Half, int kLift, int i, int row>
+  __device__ static uint32_t factor(const Scales& words) { return broadcast<Half, i % 2>(words[row][i / 2]); }
 };
 
 // Scale and minimum: w = s q + m, one rounding.
 struct HalfScaleMinimum {
   static constexpr int kBytes = 4;
-  static constexpr bool kSum = false, kMinimum = true;
-  template <class Half, int kLift, int i>
-  __device__ static uint32_t factor(const uint32_t* words) { return __byte_perm(words[i], 0, 0x1010); }
-  template <int i>
-  __device__ static uint32_t minimum(const uint32_t* words) { return __byte_perm(words[i], 0, 0x3232); }
+  static constexpr bool kSum = false, kMinimum = true, kJoint = false;
+  template <class Half, int kLift, int i, int row>
+  __device__ static uint32_t factor(const Scales& words) { return broadcast<Half, 0>(words[row][i]); }
+  template <class Half, int i, int row>
+  __device__ static uint32_t minimum(const Scales& words) { return broadcast<Half, 1>(words[row][i]); }
 };
 
 // A float32 per unit, which multiplies its partial sum.
 struct SumScale {
   static constexpr int kBytes = 4;
-  static constexpr bool kSum = true, kMinimum = false;
-  template <class Half, int kLift, int i>
-  __device__ static uint32_t factor(const uint32_t*) { return kPower<Half>(kLift); }
+  static constexpr bool kSum = true, kMinimum = false, kJoint = false;
+  template <class Half, int kLift, int i, int row>
+  __device__ static uint32_t factor(const Scales&) { return kPower<Half>(kLift); }
 };
 
 // The same scales, rounded to Half, for the values.
 struct FloatScale {
   static constexpr int kBytes = 4;
-  static constexpr bool kSum = false, kMinimum = false;
-  template <class Half, int kLift, int i>
-  __device__ static uint32_t factor(const uint32_t* words) {
-    const float scale = __uint_as_float(words[i]);
+  static constexpr bool kSum = false, kMinimum = false, kJoint = false;
+  template <class Half, int kLift, int i, int row>
+  __device__ static uint32_t factor(const Scales& words) {
+    const float scale = __uint_as_float(words[row][i]);
     const typename Half::Pair pair = pair_of<typename Half::Pair>(scale);
     return reinterpret_cast<const uint32_t&>(pair);
   }
@@ -223,11 +237,12 @@ struct Unit {
   static constexpr int kRowScaleBytes = kUnitK / C::kGroup * C::Scale::kBytes;
   static constexpr int kScaleWords = (kRowScaleBytes + 3) / 4;  // of a row
   static constexpr int kBytes = kCodeBytes + kUnitRows * kRowScaleBytes;
+  static constexpr bool kJoint = C::Scale::kJoint;
 };
 
 // Load a lane's codes and scales of a unit: rows g and g + 8 of its warp's 16.
 template <class C>
-__device__ __forceinline__ void load_unit(const uint8_t* unit, uint32_t (&words)[2][Unit<C>::kWords], uint32_t (&scales)[2][8]) {
+__device__ __forceinline__ void load_unit(const uint8_t* unit, uint32_t (&words)[2][Unit<C>::kWords], Scales& scales) {
   using U = Unit<C>;
   const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
   CUTE_UNROLL
@@ -243,31 +258,40 @@ __device__ __forceinline__ void load_unit(const uint8_t* unit, uint32_t (&words)
       words[half][U::kWords - 2] = x.x, words[half][U::kWords - 1] = x.y;
     }
     const uint8_t* const of_row = unit + U::kCodeBytes + (warp * 16 + half * 8 + lane / 4) * U::kRowScaleBytes;
-    if constexpr (U::kRowScaleBytes >= 4) {
+    if constexpr (U::kJoint) {
+      if (half > 0) continue;
+      const uint8_t* const both = unit + U::kCodeBytes + (warp * 8 + lane / 4) * 2 * U::kRowScaleBytes;
+      if constexpr (U::kRowScaleBytes == 4) {
+        const uint2 x = *reinterpret_cast<const uint2*>(both);
+        scales[0][0] = x.x, scales[0][1] = x.y;
+      } else {
+        static_assert(U::kRowScaleBytes == 8, "four or eight groups of a row");
+        const uint4 x = *reinterpret_cast<const uint4*>(both);
+        scales[0][0] = x.x, scales[0][1] = x.y, scales[0][2] = x.z, scales[0][3] = x.w;
+      }
+    } else if constexpr (U::kRowScaleBytes >= 4) {
       CUTE_UNROLL
       for (int i = 0; i < U::kScaleWords; ++i) scales[half][i] = reinterpret_cast<const uint32_t*>(of_row)[i];
     } else if constexpr (U::kRowScaleBytes == 2) {
       scales[half][0] = *reinterpret_cast<const uint16_t*>(of_row);
-    } else if constexpr (U::kRowScaleBytes == 1) {
-      scales[half][0] = *of_row;
     }
   }
 }
 
 // Pair p of a row, times its scale.
-template <class C, int p>
-__device__ __forceinline__ uint32_t scaled_pair(const uint32_t* words, const uint32_t* scales) {
+template <class C, int p, int row>
+__device__ __forceinline__ uint32_t scaled_pair(const uint32_t* words, const Scales& scales) {
   using Half = typename C::Half;
   using Weights = typename C::Weights;
   using Scale = typename C::Scale;
   constexpr int kLift = Weights::template kLift<Half>, i = p / 2 * 16 / C::kGroup;
   const uint32_t pair = Weights::template pair<Half, p>(words);
   if constexpr (Scale::kMinimum) {
-    return fma_pair<Half>(pair, Scale::template factor<Half, kLift, i>(scales), Scale::template minimum<i>(scales));
+    return fma_pair<Half>(pair, Scale::template factor<Half, kLift, i, row>(scales), Scale::template minimum<Half, i, row>(scales));
   } else if constexpr (kLift == 0 && (Scale::kSum || Scale::kBytes == 0)) {
     return pair;
   } else {
-    return multiply_halves<Half>(pair, Scale::template factor<Half, kLift, i>(scales));
+    return multiply_halves<Half>(pair, Scale::template factor<Half, kLift, i, row>(scales));
   }
 }
 

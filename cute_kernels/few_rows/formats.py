@@ -236,8 +236,11 @@ def _power_of_two(x: Tensor) -> Tensor:
 
 
 def _scale_units(scales: Tensor, units: int) -> Tensor:
-    """Scales (R, groups, bytes) as bytes of units: (blocks, units, bytes)."""
+    """Scales (R, groups, bytes) as bytes of units: (blocks, units, bytes); single bytes of rows 8 apart take turns."""
     rows = scales.shape[0]
+    if scales.shape[-1] == 1:
+        split = scales.reshape(rows // UNIT_ROWS, 4, 2, 8, units, -1)
+        return split.permute(0, 4, 1, 3, 5, 2).reshape(rows // UNIT_ROWS, units, -1)
     split = scales.reshape(rows // UNIT_ROWS, UNIT_ROWS, units, -1)
     return split.permute(0, 2, 1, 3).reshape(rows // UNIT_ROWS, units, -1)
 

@@ -109,10 +109,10 @@ struct Producer {
 };
 
 template <class C, int kPiece, int... P>
-__device__ __forceinline__ void decode_piece(const uint32_t (&words)[2][FewRows<C>::kWords], const uint32_t (&scales)[2][8],
+__device__ __forceinline__ void decode_piece(const uint32_t (&words)[2][FewRows<C>::kWords], const Scales& scales,
                                              typename FewRows<C>::Piece& to, int_sequence<P...>) {
-  ((to[P / 2][2 * (P % 2)] = scaled_pair<C, 8 * kPiece + P>(words[0], scales[0]),
-    to[P / 2][2 * (P % 2) + 1] = scaled_pair<C, 8 * kPiece + P>(words[1], scales[1])), ...);
+  ((to[P / 2][2 * (P % 2)] = scaled_pair<C, 8 * kPiece + P, 0>(words[0], scales),
+    to[P / 2][2 * (P % 2) + 1] = scaled_pair<C, 8 * kPiece + P, 1>(words[1], scales)), ...);
 }
 
 // Start the products of half a unit.
@@ -177,7 +177,8 @@ __device__ __forceinline__ void consumer_loop(const FewRows<C>& gemm, uint8_t* s
     auto& sums = kSum ? partial : accum;
     CUTE_UNROLL
     for (int u = 0; u < G::kUnits; ++u) {
-      uint32_t words[2][G::kWords], scales[2][8];
+      uint32_t words[2][G::kWords];
+      Scales scales;
       load_unit<C>(stage + u * G::kUnitBytes, words, scales);
       if (u > 0) finish_piece<1>(a);
       decode_piece<C, 0>(words, scales, a, make_int_sequence<8>{});
@@ -241,7 +242,8 @@ __device__ __forceinline__ void eight_rows_loop(const FewRows<C>& gemm, uint8_t*
     const uint8_t* const stage = shared + G::weights_at(at.stage) + block * G::kBlockBytes;
     CUTE_UNROLL
     for (int u = 0; u < G::kUnits; ++u) {
-      uint32_t words[2][G::kWords], scales[2][8];  // (2 rows, words)
+      uint32_t words[2][G::kWords];  // (2 rows, words)
+      Scales scales;
       typename G::Piece a, b;  // (4 steps, 4 registers)
       typename G::Accumulators partial = {};  // (2 rows of weights, 2 rows of X)
       auto& sum = kSum ? partial : accum;

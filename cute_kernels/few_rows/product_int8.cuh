@@ -155,7 +155,8 @@ __device__ __forceinline__ void multiply_rows(const FewRowsInt8<C>& gemm, const 
   typename G::Operand a[G::kUnits];
   CUTE_UNROLL
   for (int u = 0; u < G::kUnits; ++u) {
-    uint32_t words[2][G::kWords], scales[2][8];
+    uint32_t words[2][G::kWords];
+    Scales scales;
     load_unit<C>(weights + u * G::kUnitBytes, words, scales);
     decode_unit<C>(words, a[u]);
     start_sums<C>(gemm, a[u], stage, u, 0, 4, false, sums);

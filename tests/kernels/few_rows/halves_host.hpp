@@ -85,6 +85,10 @@ inline __half2 __hmul2(__half2 a, __half2 b) { return host::multiply_pair(a, b);
 inline __nv_bfloat162 __hmul2(__nv_bfloat162 a, __nv_bfloat162 b) { return host::multiply_pair(a, b); }
 inline __half2 __hsub2(__half2 a, __half2 b) { return host::subtract_pair(a, b); }
 inline __nv_bfloat162 __hsub2(__nv_bfloat162 a, __nv_bfloat162 b) { return host::subtract_pair(a, b); }
+inline __half2 __low2half2(__half2 x) { return {x.x, x.x}; }
+inline __half2 __high2half2(__half2 x) { return {x.y, x.y}; }
+inline __nv_bfloat162 __low2bfloat162(__nv_bfloat162 x) { return {x.x, x.x}; }
+inline __nv_bfloat162 __high2bfloat162(__nv_bfloat162 x) { return {x.y, x.y}; }
 inline __half __float2half_rn(float x) { return host::rounded<__half>(x); }
 inline __nv_bfloat16 __float2bfloat16_rn(float x) { return host::rounded<__nv_bfloat16>(x); }
 inline __half2 __float2half2_rn(float x) { return {__float2half_rn(x), __float2half_rn(x)}; }

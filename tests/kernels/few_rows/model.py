@@ -69,7 +69,10 @@ def _units(weight: PackedWeight) -> tuple[Tensor, Tensor]:
     flat = weight.data[..., :size].contiguous().view(torch.int32).long() & 0xFFFFFFFF
     chunks = [flat[..., start : start + 1024] for start in range(0, flat.shape[-1], 1024)]  # 4 or 2 words of each lane
     words = torch.cat([each.reshape(blocks, units, 64, 4, -1) for each in chunks], -1)  # (warp, half, g), t, words
-    return _pairs(words, form.codes, weight.act), weight.data[..., size:].reshape(blocks, units, 64, -1)
+    raw = weight.data[..., size:]
+    if form.scale in ("power", "e4m3"):  # (warp, g, groups, half)
+        raw = raw.reshape(blocks, units, 4, 8, -1, 2).permute(0, 1, 2, 5, 3, 4)
+    return _pairs(words, form.codes, weight.act), raw.reshape(blocks, units, 64, -1)
 
 
 def _scaled(weight: PackedWeight, rounded: Callable[[Tensor], Tensor]) -> Tensor:
