@@ -10,11 +10,11 @@ __all__ = ["MOST_ROWS", "few_rows_seconds"]
 
 MOST_ROWS = 64  # of a tile; more take several, which no figure is fitted to
 # Fitted to benchmarks/results/few_rows_h200.json (behind another kernel, weights cold): 120 times within 10%.
-_LAUNCH, _BANDWIDTH = 4.84e-6, 4.7e12
-_WORK = {8: 0.0614e-12, 16: 0.0897e-12, 32: 0.117e-12, 64: 0.1725e-12}  # seconds per weight by rows of a tile
-_SCALES = 5.22  # share that scales of groups add to a weight's work, times k that share one
-_SIX_BITS = 0.237  # share that codes across byte boundaries add
-_INTEGERS = 0.068  # share less for integers
+_LAUNCH, _BANDWIDTH = 4.60e-6, 4.7e12
+_WORK = {8: 0.051e-12, 16: 0.0898e-12, 32: 0.1184e-12, 64: 0.1804e-12}  # seconds per weight by rows of a tile
+_SCALES = 3.36  # share that scales of groups add to a weight's work, times k that share one
+_SIX_BITS = 0.267  # share that codes across byte boundaries add
+_INTEGERS = 0.062  # share less for integers
 
 
 def few_rows_seconds(weight: str, m: int, n: int, k: int) -> float:
@@ -39,7 +39,7 @@ def few_rows_seconds(weight: str, m: int, n: int, k: int) -> float:
     Examples
     --------
     >>> round(1e6 * few_rows_seconds("int4_g128", 16, 14336, 4096), 1)  # measured: 12.6
-    13.2
+    13.0
     """
     if weight not in FORMATS:
         raise ValueError(f"weight must be one of {', '.join(FORMATS)}, got {weight!r}")

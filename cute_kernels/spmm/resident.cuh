@@ -74,24 +74,24 @@ struct RecordStream {
   int stage = 0, left = 0;
   uint32_t parities = 0;
 
-  // Asks for the first `count` records at once: each lane fills a stage.
+  // Asks for the first `count` records, all stages at once.
   __device__ void open(const M& memory, const uint8_t* records, int count, int warp, int lane) {
-    static_assert(C::kStages <= 32, "a lane fills one stage");
     ring = memory.stages_at + warp * C::kStages * M::kStageBytes;
     barriers = memory.barriers_at + warp * C::kStages * 8;
-    if (lane < C::kStages) {
-      barrier_init(barriers + 8 * lane, 1);
+    next = records;
+    missing = count;
+    if (lane == 0) {
+      CUTE_UNROLL
+      for (int to = 0; to < C::kStages; ++to) barrier_init(barriers + 8 * to, 1);
       barrier_fence();
     }
-    __syncwarp();
-    if (lane < C::kStages) {
-      next = records + lane * M::kStageBytes;
-      missing = count - lane * C::kStageRecords;
-      fill(lane);
+    CUTE_UNROLL
+    for (int to = 0; to < C::kStages; ++to) {
+      if (lane == 0) fill(to);
+      next += M::kStageBytes;
+      missing -= C::kStageRecords;
     }
     __syncwarp();
-    next = records + C::kStages * M::kStageBytes;
-    missing = count - C::kStages * C::kStageRecords;
   }
   // Records of the current stage, waiting for the next one where none is left; their address.
   __device__ uint32_t wait() {
