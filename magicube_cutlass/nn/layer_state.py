@@ -1,4 +1,4 @@
-"""How quantized layers take over a stored state and keep their scales when a module is cast."""
+"""How quantized layers take over a stored state, keep their scales when a module is cast, and make a frozen matrix."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from magicube_cutlass.autograd.integer import STRIDE
+from magicube_cutlass.formats.pattern import Pattern
+from magicube_cutlass.formats.srbcrs import SRBCRS
 
 
 def take_tensors(
@@ -28,3 +32,14 @@ def restore_dtypes(layer: nn.Module, before: Mapping[str, Tensor | None]) -> Non
     for name, tensor in before.items():
         if tensor is not None and getattr(layer, name).dtype != tensor.dtype:
             setattr(layer, name, tensor.to(getattr(layer, name).device))
+
+
+def matrix_of(pattern: Pattern, values: Tensor, scale: Tensor | None, bits: int) -> SRBCRS:
+    """Return the matrix of a frozen sparse layer: `values` are padded to :data:`STRIDE` vectors of each vector row."""
+    padded = pattern.padded(STRIDE)
+    matrix = SRBCRS(
+        padded.row_start, padded.row_end, padded.col_indices, values, shape=pattern.shape,
+        vector_length=pattern.vector_length, bits=bits, stride=STRIDE, scale=scale,
+    )  # fmt: skip
+    matrix._cache["pattern"] = pattern
+    return matrix

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from cute_kernels.watch import watched
 from magicube_cutlass import autograd
 from magicube_cutlass.autograd.gpu_rows import sparse_rows
-from magicube_cutlass.autograd.integer import STRIDE, quantized, spmm_of
+from magicube_cutlass.autograd.integer import quantized, spmm_of
 from magicube_cutlass.checks import check_tensor, is_transformed, transform_error
 from magicube_cutlass.dispatch import cpu_linear
 from magicube_cutlass.formats import generate
@@ -23,7 +23,7 @@ from magicube_cutlass.nn import linear_op, weight_version
 from magicube_cutlass.nn.calibration import Calibrated
 from magicube_cutlass.nn.calibration import calibrate as run_calibration
 from magicube_cutlass.nn.config import SparseQuantConfig
-from magicube_cutlass.nn.layer_state import restore_dtypes, take_tensors
+from magicube_cutlass.nn.layer_state import matrix_of, restore_dtypes, take_tensors
 from magicube_cutlass.quantization.quant_tensor import QuantTensor
 
 _STRUCTURE = ("row_offsets", "col_indices")
@@ -193,6 +193,7 @@ class SparseQuantLinear(weight_version.WatchedWeight, Calibrated):
         self._matrix = None
         self._made_of = None
         self._version_id = ""
+        linear_op.register_frozen(self)
 
     @property
     def pattern(self) -> Pattern:
@@ -227,13 +228,8 @@ class SparseQuantLinear(weight_version.WatchedWeight, Calibrated):
 
     def _frozen_matrix(self) -> SRBCRS:
         assert self.values is not None
-        padded, config = self.pattern.padded(STRIDE), self.config
-        matrix = SRBCRS(
-            padded.row_start, padded.row_end, padded.col_indices, self.values, shape=self.pattern.shape,
-            vector_length=config.vector_length, bits=config.bits, stride=STRIDE, scale=self.scale,
-        )  # fmt: skip
-        matrix._cache["pattern"] = self.pattern
-        return matrix
+        linear_op.register_frozen(self)
+        return matrix_of(self.pattern, self.values, self.scale, self.config.bits)
 
     @watched("magicube_cutlass.nn.SparseQuantLinear.forward", traces=False)
     def forward(self, x: Tensor) -> Tensor:
@@ -278,12 +274,18 @@ class SparseQuantLinear(weight_version.WatchedWeight, Calibrated):
         if torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in tensors):
             y = linear_op.sparse_linear(rows, self.weight, self.bias, self._number).mT
             return y.view(*x.shape[:-1], self.out_features)
-        if self._version_id == "" or self._matrix is None:  # looking at the edition makes the compiler guard it
-            raise RuntimeError("a SparseQuantLinear needs its integers before it is compiled: call eval(), or run it")
-        if not torch.compiler.is_exporting():
+        exports, frozen = torch.compiler.is_exporting(), self.scale is not None
+        if exports or not frozen:  # looking at the edition makes the compiler guard it
+            if self._version_id == "" or self._matrix is None:
+                raise RuntimeError(
+                    "a SparseQuantLinear needs its integers before it is compiled: call eval(), or run it"
+                )
+            if exports:
+                return self._product(x, self._matrix, False)
             y = linear_op.sparse_linear_rows(rows, self.bias, self._number)
-            return y.view(*x.shape[:-1], self.out_features)
-        return self._product(x, self._matrix, False)
+        else:
+            y = linear_op.sparse_frozen_rows(rows, self.scale, self.bias, self.act_scale, self.config.act_bits)
+        return y.view(*x.shape[:-1], self.out_features)
 
     def _product(self, x: Tensor, matrix: SRBCRS, has_declined: bool) -> Tensor:
         """The output by products of quantized operands; `has_declined`: the CPU's one call does not take `x`."""
@@ -312,6 +314,7 @@ class SparseQuantLinear(weight_version.WatchedWeight, Calibrated):
         if self.weight is not None:
             matrix = self.matrix()
             self.values, self.scale, self.weight = matrix.values, matrix.scale, None
+            linear_op.register_frozen(self)
             self._made_of = None
             if self.bias is not None:
                 self.bias.requires_grad_(False)
@@ -370,11 +373,7 @@ class SparseQuantLinear(weight_version.WatchedWeight, Calibrated):
         pattern = Pattern(shape, v, stored["row_offsets"], stored["col_indices"])
         pattern.check_format(full=True)
         if stored["weight"] is None and stored["values"] is not None:
-            padded = pattern.padded(STRIDE)
-            SRBCRS(
-                padded.row_start, padded.row_end, padded.col_indices, stored["values"], shape=shape, vector_length=v,
-                bits=config.bits, stride=STRIDE, scale=stored["scale"],
-            ).check_format(full=True)  # fmt: skip
+            matrix_of(pattern, stored["values"], stored["scale"], config.bits).check_format(full=True)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> SparseQuantLinear:
         scales = {name: getattr(self, name) for name in ("scale", "act_scale")}
@@ -389,6 +388,7 @@ class SparseQuantLinear(weight_version.WatchedWeight, Calibrated):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._number = linear_op.register(self)
+        linear_op.register_frozen(self)
 
     def extra_repr(self) -> str:
         """Return the options for ``repr``."""

@@ -1,16 +1,20 @@
-"""A sparse layer as a torch operator with a gradient: what a compiled training step calls.
+"""A sparse layer as torch operators: found by its scales for inference when frozen, else by the layer's number.
 
 A compiler must not keep the integers of a weight that training goes on to change. The operator gets the weight, so that
-the graph depends on it, and the number of the layer, whose integers it takes at each run.
+the graph depends on it, and the number of the layer, whose integers it takes at each run. Frozen layers of one size
+share a graph, which gets the scales as a tensor: a number would be a constant of it, and the stored vectors of two
+layers differ in size, which a compiler takes for a constant too.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from magicube_cutlass.autograd import integer
 from magicube_cutlass.autograd.gpu_rows import sparse_rows
@@ -135,6 +139,7 @@ class Layer(Protocol):
     out_features: int
     config: SparseQuantConfig
     act_scale: Tensor | None
+    scale: Tensor | None  # of a frozen layer
 
     def matrix(self) -> SRBCRS:
         """Return the integers of the weight."""
@@ -172,23 +177,50 @@ def _gradients(
     return of_x.mT.contiguous() if needed[0] else none, of_weight, of_bias
 
 
-def _rows(x: Tensor, bias: Tensor | None, number: int) -> Tensor:
-    """Output (tokens, out), contiguous, of the layer for `x` (tokens, in), for inference."""
-    layer = layer_of(number)
-    matrix, config = layer.matrix(), layer.config
+def _inference(matrix: SRBCRS, x: Tensor, bias: Tensor | None, act_scale: Tensor | None, act_bits: int) -> Tensor:
+    """Output (tokens, out), contiguous, for `x` (tokens, in)."""
     if x.is_cuda:
-        return sparse_rows(matrix, x, bias, layer.act_scale, config.act_bits, config.grad_bits)
-    y = linear(matrix, x, bias, config.act_bits, layer.act_scale)
+        return sparse_rows(matrix, x, bias, act_scale, act_bits, None)
+    y = linear(matrix, x, bias, act_bits, act_scale)
     if y is None:
         with torch.no_grad():
-            y = layer._multiply(x, matrix, x.is_contiguous()).mT
+            y = integer.spmm_of(matrix, x.mT, None, bias, act_bits, 0, act_scale, None, not x.is_contiguous()).mT
     return y.contiguous()
+
+
+def _rows(x: Tensor, bias: Tensor | None, number: int) -> Tensor:
+    """Output (tokens, out) of the layer for `x` (tokens, in), for inference."""
+    layer = layer_of(number)
+    return _inference(layer.matrix(), x, bias, layer.act_scale, layer.config.act_bits)
 
 
 def _fake_rows(x: Tensor, number: int) -> Tensor:
     return x.new_empty((x.shape[0], layer_of(number).out_features))
 
 
+_frozen_layers: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # scale of the integers -> weak layer
+
+
+def register_frozen(layer: Layer) -> None:
+    """Let the operator find the layer, if it is frozen, by the scales of its integers, a buffer of its own."""
+    if layer.scale is not None:
+        _frozen_layers[layer.scale] = weakref.ref(layer)
+
+
+def _frozen_rows(x: Tensor, scale: Tensor, bias: Tensor | None, act_scale: Tensor | None, act_bits: int) -> Tensor:
+    """Output (tokens, out) of the frozen layer of `scale` (out,) for `x` (tokens, in)."""
+    find = _frozen_layers.get(scale)
+    layer: Layer | None = None if find is None else find()
+    if layer is None:
+        raise RuntimeError("a compiled graph needs the frozen SparseQuantLinear that has these scales: it is gone")
+    return _inference(layer.matrix(), x, bias, act_scale, act_bits)
+
+
+def _fake_frozen_rows(x: Tensor, scale: Tensor) -> Tensor:
+    return x.new_empty((x.shape[0], scale.shape[0]))
+
+
+sparse_frozen_rows = register_op("magicube::sparse_frozen_rows", _frozen_rows, _fake_frozen_rows)
 sparse_linear_rows = register_op("magicube::sparse_linear_rows", _rows, _fake_rows)
 sparse_linear = register_op("magicube::sparse_linear", _forward, _fake_forward)
 sparse_linear_backward = register_op("magicube::sparse_linear_backward", _gradients, fake_gradients)

@@ -1,9 +1,12 @@
-"""Compiled and exported layers: a training step as one graph, sizes that vary, and caches without fake tensors."""
+"""Compiled and exported layers: a training step as one graph, shared graphs, sizes that vary, no fake tensors kept."""
 
 import copy
+import gc
 import subprocess
 import sys
-from typing import Literal
+import weakref
+from collections.abc import Callable
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -151,3 +154,45 @@ torch.compile(model.eval(), fullgraph=True, backend="eager")(torch.randn(2, 64))
 """
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert (found.stdout, found.stderr) == ("", "")
+
+
+def frozen(count: int) -> list[mc.nn.SparseQuantLinear]:
+    """Frozen layers with other stored vectors each."""
+    torch.manual_seed(0)
+    layers = [mc.nn.SparseQuantLinear.from_linear(nn.Linear(256, 40), 0.5) for _ in range(count)]
+    return [layer.eval().freeze() for layer in layers]
+
+
+@torch.no_grad()
+def test_frozen_layers_compiled_one_by_one_share_a_graph() -> None:
+    layers, x = frozen(12), torch.randn(5, 256)
+    seen: list[list[str]] = []
+
+    def backend(graph: torch.fx.GraphModule, _: list[Tensor]) -> Callable[..., Any]:
+        seen.append([str(node.target) for node in graph.graph.nodes if "magicube" in str(node.target)])
+        return graph.forward
+
+    torch._dynamo.reset()
+    assert len({layer.values.shape for layer in layers if layer.values is not None}) > 1  # sizes are not the reason
+    for layer in layers:
+        assert torch.equal(torch.compile(layer, backend=backend, fullgraph=True)(x), layer(x))
+    assert seen == [["magicube.sparse_frozen_rows"]]
+    torch._dynamo.reset()
+
+
+@torch.no_grad()
+def test_a_compiled_frozen_layer_follows_its_tensors_and_may_go() -> None:
+    (layer, other), x = frozen(2), torch.randn(5, 256)
+    run = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    first = run(x)
+    assert torch.equal(first, layer(x))
+    layer.load_state_dict(other.state_dict())
+    y = run(x)  # before the layer has made its matrix
+    assert torch.equal(y, other(x)) and not torch.equal(y, first)
+    twin = copy.deepcopy(layer)
+    assert torch.equal(torch.compile(twin, backend="aot_eager", fullgraph=True)(x), y)
+    gone = weakref.ref(layer)
+    del layer, run
+    torch._dynamo.reset()
+    gc.collect()
+    assert gone() is None
