@@ -7,8 +7,8 @@ median, all ways in turns; ``eager``: of a call without a graph, host included. 
 compiled by torch. ``error``: relative error of the layers' output against bfloat16's. ``decode``: a step for each of
 the batch's sequences over 1,024 cached tokens.
 Writes ``benchmarks/results/models_gpu_h200.json``, or the file that the GPU's name gives.
-Run: ``PYTHONPATH=. python benchmarks/models_gpu.py [--quick] [--out FILE] [--only NAME] [--without NAME ...]
-[--profile]``
+Run: ``PYTHONPATH=. python benchmarks/models_gpu.py [--quick] [--out FILE] [--only NAME ...]
+[--without NAME ...] [--warm] [--profile]``
 """
 
 from __future__ import annotations
@@ -37,11 +37,12 @@ HOST_CALLS = 10
 Config = mc.nn.QuantConfig | mc.nn.SparseQuantConfig
 WAYS: dict[str, Config] = {
     "ours int8": mc.nn.QuantConfig("int8"),
-    "ours int4 g128": mc.nn.QuantConfig("int4", group_size=128),
+    "ours int4 g128, int8 rows": mc.nn.QuantConfig("int4", group_size=128),
+    "ours int4 g128": mc.nn.QuantConfig("int4", group_size=128, act="none"),
     "ours e4m3": mc.nn.QuantConfig("e4m3"),
     **{f"ours sparse {s:g}": mc.nn.SparseQuantConfig(sparsity=s, vector_length=8, bits=8) for s in (0.5, 0.7, 0.9)},
 }
-COMPILED = ("bfloat16", "ours int8")  # timed compiled too; torchao's ways are made for it
+PROFILED = ("bfloat16", "ours int8", "ours int4 g128", "ours sparse 0.9")
 
 
 @dataclass(frozen=True)
@@ -75,16 +76,16 @@ SIZES = {
 
 
 class FullCache:
-    """Keys and values of `cached` tokens and one more, which each step writes anew."""
+    """Keys and values of a layer: `cached` tokens and one more, which each step writes anew."""
 
-    def __init__(self, layers: int, shape: tuple[int, int, int, int], like: Tensor) -> None:
-        self.kept = [(like.new_ones(shape), like.new_ones(shape)) for _ in range(layers)]
+    def __init__(self, shape: tuple[int, int, int, int], like: Tensor) -> None:
+        self.keys, self.values = like.new_ones(shape), like.new_ones(shape)
 
-    def update(self, keys: Tensor, values: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Write the last token and return all."""
-        for kept, new in zip(self.kept[layer], (keys, values), strict=True):
-            kept[:, :, -1:].copy_(new)
-        return self.kept[layer]
+        self.keys[:, :, -1:].copy_(keys)
+        self.values[:, :, -1:].copy_(values)
+        return self.keys, self.values
 
 
 class Decoder(nn.Module):
@@ -95,10 +96,11 @@ class Decoder(nn.Module):
         self.embed = model.embed_tokens if embed else None
         self.layers, self.norm, self.rotary = model.layers, model.norm, model.rotary_emb
 
-    def forward(self, x: Tensor, positions: Tensor, cache: FullCache | None) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor, caches: list[FullCache] | None) -> Tensor:
         hidden = x if self.embed is None else self.embed(x)
         angles = self.rotary(hidden, position_ids=positions)
-        for layer in self.layers:
+        for i, layer in enumerate(self.layers):
+            cache = caches[i] if caches else None
             out = layer(hidden, attention_mask=None, position_embeddings=angles, past_key_values=cache)
             hidden = out[0] if isinstance(out, tuple) else out
         found: Tensor = self.norm(hidden)
@@ -112,7 +114,7 @@ class Encoder(nn.Module):
         super().__init__()
         self.embed, self.layers = model.embeddings, model.encoder.layer
 
-    def forward(self, x: Tensor, positions: Tensor, cache: None) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor, caches: None) -> Tensor:
         hidden = self.embed(input_ids=x, position_ids=positions)
         for layer in self.layers:
             out = layer(hidden, None)
@@ -137,18 +139,18 @@ def build(name: str, device: str, dtype: torch.dtype) -> nn.Module:
     return Decoder(LlamaModel(config).to(device, dtype).eval(), name.startswith("smollm"))
 
 
-def inputs(case: Case, device: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, FullCache | None]:
-    """Tokens or hidden states, positions, and the cache."""
+def inputs(case: Case, device: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, list[FullCache] | None]:
+    """Tokens or hidden states, positions, and the caches of the layers."""
     hidden, _, heads, shared, layers = SIZES[case.model]
     positions = torch.arange(case.tokens, device=device)[None] + case.cached
     x = torch.randint(0, 1000, (case.batch, case.tokens), device=device)
     if case.model == "layer8b":
         x = torch.randn(case.batch, case.tokens, hidden, device=device, dtype=dtype)
-    cache = None
+    caches = None
     if case.cached:
         shape = (case.batch, shared, case.cached + 1, hidden // heads)
-        cache = FullCache(layers, shape, torch.empty(0, device=device, dtype=dtype))
-    return x, positions, cache
+        caches = [FullCache(shape, torch.empty(0, device=device, dtype=dtype)) for _ in range(layers)]
+    return x, positions, caches
 
 
 def baselines() -> dict[str, Callable[[Any], object]]:
@@ -209,8 +211,9 @@ def models(dense: nn.Module, fast: bool, without: list[str]) -> dict[str, nn.Mod
             print(f"  {name}: {type(error).__name__}: {str(error).splitlines()[0][:200]}")
             continue
         found[name] = compiled(model.eval()) if name.startswith("torchao") else model.eval()
-    for name in COMPILED if fast and "compiled" not in without else ():
-        found[f"{name}, compiled"] = compiled(copy.deepcopy(found[name]))
+    if fast and "compiled" not in without:
+        plain = [name for name in found if not name.startswith("torchao")]
+        found |= {f"{name}, compiled": compiled(copy.deepcopy(found[name])) for name in plain}
     return found
 
 
@@ -242,9 +245,10 @@ def profile(call: Callable[[], object]) -> list[dict[str, Any]]:
     ]
 
 
-def run_case(case: Case, found: dict[str, nn.Module], device: str, with_profile: bool) -> dict[str, Any]:
-    """Times of every way, or outputs alone on a CPU."""
+def run_case(case: Case, found: dict[str, nn.Module], device: str, timed: bool, with_profile: bool) -> dict[str, Any]:
+    """Errors of every way, and times."""
     given = inputs(case, device, torch.bfloat16)
+    torch._dynamo.reset()  # sizes of an earlier case would stay open
     calls: dict[str, Callable[[], Tensor]] = {name: partial(model, *given) for name, model in found.items()}
     rows: dict[str, dict[str, Any]] = {}
     exact = calls["bfloat16"]().float()
@@ -256,14 +260,14 @@ def run_case(case: Case, found: dict[str, nn.Module], device: str, with_profile:
             del calls[name]
             continue
         rows[name] = {"error": rounded(error), "weight_bytes": weight_bytes(found[name])}
-    if device == "cuda":
+    if timed:
         for name, timing in replays(calls, rounds=9, replay=2000.0, warm=0.1).items():
             rows[name] |= {
                 "graph": rounded(timing.median / 1e3),
                 "eager": rounded(eager(calls[name])),
                 "mode": timing.mode,
             }
-            if with_profile and name in ("bfloat16", "ours int8", "ours sparse 0.9"):
+            if with_profile and name.removesuffix(", compiled") in PROFILED:
                 rows[name]["kernels"] = profile(calls[name])
     return {"case": case.name, "batch": case.batch, "tokens": case.tokens, "cached": case.cached, "ways": rows}
 
@@ -271,7 +275,8 @@ def run_case(case: Case, found: dict[str, nn.Module], device: str, with_profile:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="small models, also on a CPU; needs --out")
-    parser.add_argument("--only", default="", help="part of the names of the cases")
+    parser.add_argument("--only", nargs="*", default=[""], help="parts of the names of the cases, in the order to run")
+    parser.add_argument("--warm", action="store_true", help="fill torch's compilation cache; no times")
     parser.add_argument("--without", nargs="*", default=[], help="parts of the names of ways that are left out")
     parser.add_argument("--profile", action="store_true", help="with the kernels that take the most time")
     parser.add_argument("--out", type=Path, help="the results file")
@@ -282,15 +287,18 @@ def main() -> None:
     out = args.out or results_file("models_gpu")
     results: dict[str, Any] = {"machine": gpu_machine() if device == "cuda" else {}, "weights": "random", "cases": []}
     made: tuple[str, dict[str, nn.Module]] = ("", {})
+    torch._dynamo.config.allow_unspec_int_on_nn_module = True  # a layer's index is not a constant of its graph
     with torch.inference_mode():
-        for case in QUICK if args.quick else CASES:
-            if args.only not in case.name:
-                continue
+        cases = QUICK if args.quick else [case for part in args.only for case in CASES if part in case.name]
+        for case in cases:
             if made[0] != case.model:
                 start = time.perf_counter()
                 made = case.model, models(build(case.model, device, torch.bfloat16), device == "cuda", args.without)
                 print(f"{case.model}: {len(made[1])} ways made in {time.perf_counter() - start:.0f} s", flush=True)
-            results["cases"].append(run_case(case, made[1], device, args.profile))
+            row = run_case(case, made[1], device, device == "cuda" and not args.warm, args.profile)
+            if args.warm:
+                continue
+            results["cases"].append(row)
             print(case.name)
             for name, row in results["cases"][-1]["ways"].items():
                 print(

@@ -274,8 +274,8 @@ class SparseQuantLinear(weight_version.WatchedWeight, Calibrated):
         if torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in tensors):
             y = linear_op.sparse_linear(rows, self.weight, self.bias, self._number).mT
             return y.view(*x.shape[:-1], self.out_features)
-        exports, frozen = torch.compiler.is_exporting(), self.scale is not None
-        if exports or not frozen:  # looking at the edition makes the compiler guard it
+        exports = torch.compiler._is_exporting_flag  # torch 2.11 folds is_exporting() to True wherever it compiles
+        if exports or self.scale is None:  # looking at the edition makes the compiler guard it
             if self._version_id == "" or self._matrix is None:
                 raise RuntimeError(
                     "a SparseQuantLinear needs its integers before it is compiled: call eval(), or run it"

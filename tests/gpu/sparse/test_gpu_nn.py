@@ -208,6 +208,23 @@ def test_a_compiled_model_is_one_graph(compiled: Callable[..., Any]) -> None:
         assert y.is_contiguous()
 
 
+@torch.no_grad()
+def test_frozen_layers_compiled_one_by_one_share_a_graph() -> None:
+    torch.manual_seed(0)
+    linears = [nn.Linear(256, 96, device="cuda") for _ in range(9)]
+    layers, x, seen = [SparseQuantLinear.from_linear(each, 0.8).eval().freeze() for each in linears], normal(5, 256), []
+
+    def backend(graph: torch.fx.GraphModule, _: list[Tensor]) -> Callable[..., Any]:
+        seen.append([str(node.target) for node in graph.graph.nodes if "magicube" in str(node.target)])
+        return graph.forward
+
+    torch._dynamo.reset()
+    for layer in layers:
+        assert torch.equal(torch.compile(layer, backend=backend, fullgraph=True)(x.cuda()), layer(x.cuda()))
+    assert seen == [["magicube.sparse_frozen_rows"]]
+    torch._dynamo.reset()
+
+
 def test_a_model_learns_on_a_schedule() -> None:
     torch.manual_seed(0)
     model, x = chain("cuda").train(), normal(512, 96).cuda()
