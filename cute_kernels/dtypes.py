@@ -91,6 +91,16 @@ def float_of(dtype: torch.dtype) -> FloatFormat | None:
     return FLOATS[_DTYPES[dtype]] if dtype in _DTYPES else None
 
 
+def constant_of(number: ElementType) -> ElementType | str:
+    """Return the element type, a float format by its name: torch up to 2.11 takes no dataclass for a constant."""
+    return number if isinstance(number, Integer) else number.name
+
+
+def from_constant(number: ElementType | str) -> ElementType:
+    """Return the element type that :func:`constant_of` gave."""
+    return FLOATS[number] if isinstance(number, str) else number
+
+
 def holds(wide: FloatFormat, narrow: FloatFormat) -> bool:
     """Return whether each value of `narrow` is a value of `wide`, up to a power of two."""
     return wide.exponent >= narrow.exponent and wide.mantissa >= narrow.mantissa
@@ -122,7 +132,7 @@ FLOAT_OUT = (torch.float32, torch.float16, torch.bfloat16)
 
 def _max_magnitude(integer: Integer) -> int:
     """Largest absolute value of such integers."""
-    return 1 << (integer.bits - 1) if integer.signed else (1 << integer.bits) - 1
+    return 2 ** (integer.bits - 1) if integer.signed else 2**integer.bits - 1  # torch up to 2.11 traces no shift
 
 
 def result_dtype(

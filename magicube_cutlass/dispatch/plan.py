@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from cute_kernels.dtypes import ElementType, Integer
+from cute_kernels.dtypes import ElementType, Integer, from_constant
 from cute_kernels.machine import MMA_COLUMNS, Problem, ProblemTypes
 from cute_kernels.operands import Vectors
 from magicube_cutlass.dispatch import cpu_float as float_products
@@ -132,7 +132,7 @@ def _vectors(matrix: SRBCRS, vector_length: int) -> Vectors:
 
 def plan_spmm(
     matrix: SRBCRS,
-    rhs: ElementType,
+    rhs: ElementType | str,
     out: torch.dtype,
     width: int,
     batch: int,
@@ -146,8 +146,8 @@ def plan_spmm(
     ----------
     matrix : SRBCRS
         Sparse operand.
-    rhs : Integer or FloatFormat
-        Element type of B.
+    rhs : Integer, FloatFormat or str
+        Element type of B, or its :func:`constant_of`.
     out : torch.dtype
         Output dtype.
     width : int
@@ -161,6 +161,7 @@ def plan_spmm(
     """
     from cute_kernels.spmm.heuristics import check_spmm, choose_spmm
 
+    rhs = from_constant(rhs)
     key = (rhs, out, width, batch, atom, config, transposes)
     plan = matrix._execution.get(key)
     if plan is None:
@@ -199,12 +200,16 @@ def engine_index(pattern: Pattern, stride: int) -> list[Tensor]:
 def plan_sddmm(
     pattern: Pattern,
     stride: int,
-    kinds: tuple[ElementType, ElementType],
+    types: tuple[ElementType | str, ElementType | str],
     out: torch.dtype,
     inner: int,
     atom: str | None,
 ) -> tuple[str, list[Tensor]]:
-    """Return the name of the kernel and what it reads of the pattern; `inner`: :func:`size_bucket` of K."""
+    """Return the name of the kernel and what it reads of the pattern.
+
+    `types`: those of X and Y, or their :func:`constant_of`; `inner`: :func:`size_bucket` of K.
+    """
+    kinds = from_constant(types[0]), from_constant(types[1])
     if pattern.device.type == "cpu":
         whole = all(isinstance(each, Integer) for each in kinds)
         name = "cpu" if whole else float_products.PREFIX + ":".join(each.name for each in kinds)

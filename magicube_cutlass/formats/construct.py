@@ -99,7 +99,7 @@ def gather_vectors(dense: Tensor, pattern: Pattern) -> Tensor:
     """Return the vectors of a dense matrix (M, K) at a pattern: (vectors, V) of the same dtype, zero beyond M."""
     v, rows = pattern.vector_length, pattern.vector_rows
     movable = indexable_view(dense)
-    if dense.shape[0] % v:
+    if dense.shape[0] % v and dense.numel():
         movable = torch.nn.functional.pad(movable, (0, 0, 0, rows * v - dense.shape[0]))
     grouped = movable.reshape(rows, v, dense.shape[1]).transpose(1, 2)  # (R, K, V)
     return grouped[pattern.row_indices, pattern.col_indices].contiguous().view(dense.dtype)

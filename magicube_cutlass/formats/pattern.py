@@ -139,7 +139,7 @@ class Pattern:
         check_tensor("mask", mask, dtype=torch.bool, ndim=2)
         rows = mask.shape[0]
         count = vector_rows(rows, vector_length)
-        if rows % vector_length:
+        if rows % vector_length and mask.numel():
             mask = torch.nn.functional.pad(mask, (0, 0, 0, count * vector_length - rows))
         return cls.from_vector_mask(mask.reshape(count, vector_length, mask.shape[1]).any(1), rows, vector_length)
 

@@ -212,7 +212,7 @@ def _frozen_rows(x: Tensor, scale: Tensor, bias: Tensor | None, act_scale: Tenso
     find = _frozen_layers.get(scale)
     layer: Layer | None = None if find is None else find()
     if layer is None:
-        raise RuntimeError("a compiled graph needs the frozen SparseQuantLinear that has these scales: it is gone")
+        raise RuntimeError("no frozen SparseQuantLinear has the scales of a compiled graph: it is gone or needs eval()")
     return _inference(layer.matrix(), x, bias, act_scale, act_bits)
 
 

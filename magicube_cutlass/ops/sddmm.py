@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels import watch
-from cute_kernels.dtypes import INTEGER_OUT, result_dtype
+from cute_kernels.dtypes import INTEGER_OUT, constant_of, result_dtype
 from cute_kernels.watch import watched
 from magicube_cutlass.checks import has_dispatch_mode
 from magicube_cutlass.dispatch import cpu
@@ -135,7 +135,8 @@ def early_sddmm(
     dtype = result_dtype(out_dtype, scaled, inner, *kinds)
     padded = pattern._constant(pattern._version_id, Pattern.padded, stride)
     scales = [None if dtype in INTEGER_OUT else float32_scale(each.scale, x.shape[:-2]) for each in (x, y)]
-    kernel, copy = pattern._constant(pattern._version_id, plan_sddmm, stride, kinds, dtype, size_bucket(inner), atom)
+    types = constant_of(kinds[0]), constant_of(kinds[1])
+    kernel, copy = pattern._constant(pattern._version_id, plan_sddmm, stride, types, dtype, size_bucket(inner), atom)
     if watch.LEVEL > 1 and not compiling:
         watch.selected("sddmm", kernel, copy)
     values = torch_ops.sddmm(
