@@ -73,13 +73,13 @@ decode_weight(const uint8_t* weights, int64_t units, const float* row_scales, ui
   Scales scales;
   load_unit<C>(weights + (block * units + unit) * U::kBytes, words, scales);
   const int64_t first = block * kUnitRows + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4, column = unit * kUnitK;
-  const auto store = [&](auto half) {
-    constexpr int kHalf = decltype(half)::value;
-    const int64_t row = first + 8 * kHalf;
+  const auto store = [&](auto which) {  // of rows g and g + 8
+    constexpr int kRow = decltype(which)::value;
+    const int64_t row = first + 8 * kRow;
     const bool present = row < n;  // lanes of other rows take part in the exchange
     const float row_scale = present ? __ldg(row_scales + row) : 0.0f;  // ()
     uint4* const to = reinterpret_cast<uint4*>(out + row * pitch + column);
-    store_row<C, kHalf>(words[kHalf], scales, row_scale, to, present ? int(columns - column) : 0, make_int_sequence<4>{});
+    store_row<C, kRow>(words[kRow], scales, row_scale, to, present ? int(columns - column) : 0, make_int_sequence<4>{});
   };
   store(cuda::std::integral_constant<int, 0>{});
   store(cuda::std::integral_constant<int, 1>{});

@@ -8,9 +8,9 @@ layers differ in size, which a compiler takes for a constant too.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -198,19 +198,18 @@ def _fake_rows(x: Tensor, number: int) -> Tensor:
     return x.new_empty((x.shape[0], layer_of(number).out_features))
 
 
-_frozen_layers: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # scale of the integers -> weak layer
+_frozen_layers: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # scale of the integers -> layers
 
 
 def register_frozen(layer: Layer) -> None:
     """Let the operator find the layer, if it is frozen, by the scales of its integers, a buffer of its own."""
     if layer.scale is not None:
-        _frozen_layers[layer.scale] = weakref.ref(layer)
+        _frozen_layers.setdefault(layer.scale, WeakSet()).add(layer)  # several: shallow copies
 
 
 def _frozen_rows(x: Tensor, scale: Tensor, bias: Tensor | None, act_scale: Tensor | None, act_bits: int) -> Tensor:
-    """Output (tokens, out) of the frozen layer of `scale` (out,) for `x` (tokens, in)."""
-    find = _frozen_layers.get(scale)
-    layer: Layer | None = None if find is None else find()
+    """Output (tokens, out) of the frozen layer of `scale` (out, 1) for `x` (tokens, in)."""
+    layer: Layer | None = next((each for each in _frozen_layers.get(scale, ()) if each.scale is scale), None)
     if layer is None:
         raise RuntimeError("no frozen SparseQuantLinear has the scales of a compiled graph: it is gone or needs eval()")
     return _inference(layer.matrix(), x, bias, act_scale, act_bits)

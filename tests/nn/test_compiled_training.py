@@ -189,8 +189,11 @@ def test_a_compiled_frozen_layer_follows_its_tensors_and_may_go() -> None:
     layer.load_state_dict(other.state_dict())
     y = run(x)  # before the layer has made its matrix
     assert torch.equal(y, other(x)) and not torch.equal(y, first)
-    twin = copy.deepcopy(layer)
+    twin, shallow = copy.deepcopy(layer), copy.copy(layer)
     assert torch.equal(torch.compile(twin, backend="aot_eager", fullgraph=True)(x), y)
+    assert torch.equal(torch.compile(shallow, backend="aot_eager", fullgraph=True)(x), y)
+    del shallow
+    assert torch.equal(run(x), y)  # its own layer is still there
     gone = weakref.ref(layer)
     del layer, run
     torch._dynamo.reset()
