@@ -7,7 +7,7 @@ from torch import Tensor
 
 from cute_kernels.cpu import engine as cpu_engine
 from cute_kernels.cpu import extension as cpu_extension
-from cute_kernels.dtypes import ElementType, Integer, float_of, from_constant
+from cute_kernels.dtypes import ElementType, Integer, float_of
 from cute_kernels.integers import fetch, split_digits
 from magicube_cutlass.dispatch import cpu_float
 from magicube_cutlass.dispatch.plan import SpmmProblem
@@ -16,10 +16,9 @@ from magicube_cutlass.quantization.float_operands import DenseFloats, decoded
 from magicube_cutlass.quantization.quant_tensor import QuantTensor
 
 
-def plan_spmm(matrix: SRBCRS, rhs: ElementType | str) -> tuple[str, list[Tensor]]:
-    """Return the kernel for B's element type, or its :func:`constant_of`, and the packed sparse operand."""
-    number = from_constant(rhs)
-    return "cpu" if isinstance(number, Integer) else cpu_float.PREFIX + number.name, pack_operand(matrix)
+def plan_spmm(matrix: SRBCRS, rhs: ElementType) -> tuple[str, list[Tensor]]:
+    """Return the kernel for B's element type, and the packed sparse operand."""
+    return "cpu" if isinstance(rhs, Integer) else cpu_float.PREFIX + rhs.name, pack_operand(matrix)
 
 
 def pack_operand(matrix: SRBCRS) -> list[Tensor]:

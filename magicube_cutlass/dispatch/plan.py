@@ -5,7 +5,8 @@ An operand is packed once and cached on the matrix or the pattern.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -132,7 +133,7 @@ def _vectors(matrix: SRBCRS, vector_length: int) -> Vectors:
 
 def plan_spmm(
     matrix: SRBCRS,
-    rhs: ElementType | str,
+    rhs: ElementType,
     out: torch.dtype,
     width: int,
     batch: int,
@@ -146,8 +147,8 @@ def plan_spmm(
     ----------
     matrix : SRBCRS
         Sparse operand.
-    rhs : Integer, FloatFormat or str
-        Element type of B, or its :func:`constant_of`.
+    rhs : Integer or FloatFormat
+        Element type of B.
     out : torch.dtype
         Output dtype.
     width : int
@@ -161,7 +162,6 @@ def plan_spmm(
     """
     from cute_kernels.spmm.heuristics import check_spmm, choose_spmm
 
-    rhs = from_constant(rhs)
     key = (rhs, out, width, batch, atom, config, transposes)
     plan = matrix._execution.get(key)
     if plan is None:
@@ -185,6 +185,13 @@ def plan_spmm(
             copy = matrix._execution[stored] = list(config.pack(vectors, matrix.shape[1]))
         plan = matrix._execution[key] = (config.name, copy)
     return plan
+
+
+def plan_constant(
+    matrix: SRBCRS, planner: Callable[..., tuple[str, list[Tensor]]], rhs: ElementType | str, *arguments: Any
+) -> tuple[str, list[Tensor]]:
+    """Return the plan for B's element type by its :func:`constant_of`, as a compiler passes it."""
+    return planner(matrix, from_constant(rhs), *arguments)
 
 
 def engine_index(pattern: Pattern, stride: int) -> list[Tensor]:

@@ -13,7 +13,7 @@ from cute_kernels.dtypes import constant_of
 from cute_kernels.watch import watched
 from magicube_cutlass.checks import has_dispatch_mode, is_transformed
 from magicube_cutlass.dispatch import cpu, dense_fallback
-from magicube_cutlass.dispatch.plan import plan_spmm, size_bucket
+from magicube_cutlass.dispatch.plan import plan_constant, plan_spmm, size_bucket
 from magicube_cutlass.formats.array_methods import TransposedMatrix
 from magicube_cutlass.formats.bcrs import BCRS
 from magicube_cutlass.formats.srbcrs import SRBCRS
@@ -183,7 +183,8 @@ def early_spmm(
         several = 1 if problem.batch.numel() == 1 else 2
         planner, arguments = plan_spmm, (*arguments, problem.out_dtype, size_bucket(problem.n), several, atom, config)
     if compiling:  # the plan is a constant of this version of the matrix
-        kernel, packed = matrix._constant(matrix._version_id, planner, constant_of(problem.rhs), *arguments[1:])
+        rhs = constant_of(problem.rhs)
+        kernel, packed = matrix._constant(matrix._version_id, plan_constant, planner, rhs, *arguments[1:])
     else:
         kernel, packed = planner(matrix, *arguments)
         if watch.LEVEL > 1:
