@@ -295,12 +295,12 @@ def main() -> None:
                 start = time.perf_counter()
                 made = case.model, models(build(case.model, device, torch.bfloat16), device == "cuda", args.without)
                 print(f"{case.model}: {len(made[1])} ways made in {time.perf_counter() - start:.0f} s", flush=True)
-            row = run_case(case, made[1], device, device == "cuda" and not args.warm, args.profile)
+            found = run_case(case, made[1], device, device == "cuda" and not args.warm, args.profile)
             if args.warm:
                 continue
-            results["cases"].append(row)
+            results["cases"].append(found)
             print(case.name)
-            for name, row in results["cases"][-1]["ways"].items():
+            for name, row in found["ways"].items():
                 print(
                     "  " + f"{name:22}" + "  ".join(f"{key} {row[key]}" for key in row if key != "kernels"), flush=True
                 )

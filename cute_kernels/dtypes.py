@@ -92,12 +92,24 @@ def float_of(dtype: torch.dtype) -> FloatFormat | None:
 
 
 def constant_of(number: ElementType) -> ElementType | str:
-    """Return the element type, a float format by its name: torch up to 2.11 takes no dataclass for a constant."""
+    """Return the element type, a float format by its name: torch up to 2.11 takes no dataclass for a constant.
+
+    Examples
+    --------
+    >>> constant_of(Integer(8, True)), constant_of(FLOATS["e4m3"])
+    (Integer(bits=8, signed=True), 'e4m3')
+    """
     return number if isinstance(number, Integer) else number.name
 
 
 def from_constant(number: ElementType | str) -> ElementType:
-    """Return the element type that :func:`constant_of` gave."""
+    """Return the element type that :func:`constant_of` gave.
+
+    Examples
+    --------
+    >>> [from_constant(constant_of(each)) == each for each in (Integer(4, False), FLOATS["float16"])]
+    [True, True]
+    """
     return FLOATS[number] if isinstance(number, str) else number
 
 
