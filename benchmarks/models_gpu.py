@@ -2,7 +2,9 @@
 
 Models of transformers with **random weights** in the sizes of all-MiniLM-L6-v2 (6 layers of 384) and SmolLM2-135M (30
 of 576), and one decoder layer of an 8B model (4096, 14336): times do not depend on the values. All products of the
-layers are converted, embeddings and the head stay bfloat16, attention is torch's. ``graph``: milliseconds of a replay,
+layers are converted, embeddings and the head stay bfloat16, attention is torch's. Projections that read the same rows
+are one product in our dense layers, by ``fuse_projections``, and in "bfloat16, fused", which shows what that alone is
+worth. ``graph``: milliseconds of a replay,
 median, all ways in turns; ``eager``: of a call without a graph, host included. ``compiled`` ways have each layer
 compiled by torch. ``error``: relative error of the layers' output against bfloat16's. ``decode``: a step for each of
 the batch's sequences over 1,024 cached tokens.
@@ -182,25 +184,66 @@ def compiled(model: Any) -> nn.Module:
 
 def weight_bytes(model: Any) -> int:
     """Bytes of the layers' parameters and buffers."""
-    found = 0
+    found = {}
     for module in model.layers.modules():
-        own = (*module._parameters.values(), *module._buffers.values())
-        found += sum(each.untyped_storage().nbytes() for each in own if each is not None and type(each) in _PLAIN)
-    return found
+        for each in (*module._parameters.values(), *module._buffers.values()):
+            if each is not None and type(each) in _PLAIN:
+                found[each.untyped_storage().data_ptr()] = each.untyped_storage().nbytes()
+    return sum(found.values())
 
 
 _PLAIN = (Tensor, nn.Parameter)
 
 
-def converted(config: Config) -> Callable[[Any], object]:
-    """What converts the layers of a model by a config."""
-    return lambda model: mc.convert(model.layers, config, freeze=True, progress=False)
+def converted(config: Config, batch: dict[str, Any]) -> Callable[[Any], object]:
+    """What converts the layers of a model by a config, and fuses the projections of dense ones."""
+
+    def make(model: Any) -> None:
+        mc.convert(model.layers, config, freeze=True, progress=False)
+        if isinstance(config, mc.nn.QuantConfig):
+            mc.nn.fuse_projections(model, batch)
+
+    return make
 
 
-def models(dense: nn.Module, fast: bool, without: list[str]) -> dict[str, nn.Module]:
+class FloatPart(nn.Module):
+    """A float projection whose rows of a joint weight (all, in) are multiplied by the first one's call."""
+
+    def __init__(self, joint: nn.Linear, begin: int, end: int, held: list[Tensor | None]) -> None:
+        super().__init__()
+        self.begin, self.end, self.is_last = begin, end, end == joint.out_features
+        self.joint, self.held = joint if begin == 0 else None, held
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.held[0] if self.joint is None else self.joint(x)
+        self.held[0] = None if self.is_last else y
+        assert y is not None
+        return y[..., self.begin : self.end]
+
+
+def fuse_float(model: Any) -> None:
+    """Make one float product of queries, keys and values, and of gate and up."""
+    for parent in list(model.layers.modules()):
+        for names in (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("query", "key", "value")):
+            if not hasattr(parent, names[0]):
+                continue
+            layers: list[nn.Linear] = [getattr(parent, name) for name in names]
+            joint = nn.Linear(layers[0].in_features, sum(each.out_features for each in layers), device="meta")
+            joint.weight = nn.Parameter(torch.cat([each.weight.detach() for each in layers]))
+            biases = [each.bias.detach() for each in layers if each.bias is not None]
+            joint.bias = nn.Parameter(torch.cat(biases)) if biases else None  # type: ignore[assignment]
+            held: list[Tensor | None] = [None]
+            end = 0
+            for name, layer in zip(names, layers, strict=True):
+                begin, end = end, end + layer.out_features
+                setattr(parent, name, FloatPart(joint, begin, end, held))
+
+
+def models(dense: nn.Module, batch: dict[str, Any], fast: bool, without: list[str]) -> dict[str, nn.Module]:
     """Every way to run a model but those `without` names; what fails is told and left out."""
     found: dict[str, nn.Module] = {"bfloat16": dense}
-    makers = (baselines() if fast else {}) | {name: converted(config) for name, config in WAYS.items()}
+    makers: dict[str, Callable[[Any], object]] = (baselines() if fast else {}) | {"bfloat16, fused": fuse_float}
+    makers |= {name: converted(config, batch) for name, config in WAYS.items()}
     for name, make in makers.items():
         if any(part in name for part in without):
             continue
@@ -293,7 +336,9 @@ def main() -> None:
         for case in cases:
             if made[0] != case.model:
                 start = time.perf_counter()
-                made = case.model, models(build(case.model, device, torch.bfloat16), device == "cuda", args.without)
+                batch = dict(zip(("x", "positions", "caches"), inputs(case, device, torch.bfloat16), strict=True))
+                dense = build(case.model, device, torch.bfloat16)
+                made = case.model, models(dense, batch, device == "cuda", args.without)
                 print(f"{case.model}: {len(made[1])} ways made in {time.perf_counter() - start:.0f} s", flush=True)
             found = run_case(case, made[1], device, device == "cuda" and not args.warm, args.profile)
             if args.warm:

@@ -8,6 +8,7 @@ from magicube_cutlass.nn.convert import convert
 from magicube_cutlass.nn.dense.embedding import QuantEmbedding
 from magicube_cutlass.nn.dense.fuse import fuse_activations
 from magicube_cutlass.nn.dense.linear import QuantLinear, quantize_weight
+from magicube_cutlass.nn.dense.projections import fuse_projections
 from magicube_cutlass.nn.dense.smooth import smooth
 from magicube_cutlass.nn.flop_formulas import register_formulas
 from magicube_cutlass.nn.linear import SparseQuantLinear
@@ -32,6 +33,7 @@ __all__ = [
     "calibrate",
     "convert",
     "fuse_activations",
+    "fuse_projections",
     "quantize_weight",
     "smooth",
     "to_dense",

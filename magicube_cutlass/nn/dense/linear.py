@@ -199,11 +199,7 @@ class QuantLinear(QuantState):
         if made is not None and (weight is None or made_of == (id(weight), version, id(smooth))):
             return made
         if weight is None:
-            assert self.qweight is not None and self.scale is not None
-            found = linear_op.weight_of(
-                self.qweight, self.scale, self.minimum, self.tensor_scale, self.config.weight,
-                self.config.group_size or 0, self.in_features,
-            )  # fmt: skip
+            found = self.stored_weight()
         else:
             if is_transformed(weight):
                 raise transform_error("weight")
@@ -214,8 +210,18 @@ class QuantLinear(QuantState):
         self._product = DenseProduct(found, self.config.act, smooth)
         return self._product
 
+    def stored_weight(self) -> QuantWeight:
+        """Return the weight of a frozen layer."""
+        assert self.qweight is not None and self.scale is not None
+        return linear_op.weight_of(
+            self.qweight, self.scale, self.minimum, self.tensor_scale, self.config.weight, self.config.group_size or 0,
+            self.in_features,
+        )  # fmt: skip
+
     @watched("magicube_cutlass.nn.QuantLinear.forward", traces=False)
     def forward(self, x: Tensor) -> Tensor:
+        if self._joint is not None:
+            return self._joint(self, x)
         if x.shape[-1:] != (self.in_features,):
             raise ValueError(f"x must have {self.in_features} features, got shape {tuple(x.shape)}")
         if not x.is_floating_point():
@@ -275,6 +281,8 @@ class QuantLinear(QuantState):
         >>> layer.explain().backend, layer.explain().facts["weight_bytes"]
         ('torch', 1088)
         """
+        if self._joint is not None:
+            return self._joint.explain(rows)
         product = self.product()
         size = product.weight.nbytes
         group = f" in groups of {self.config.group_size}" if self.config.group_size else ""
@@ -329,7 +337,9 @@ class QuantLinear(QuantState):
     def train(self, mode: bool = True) -> QuantLinear:
         """Set the mode; evaluation makes the quantized weight at once."""
         super().train(mode)
-        if not mode and not self._is_meta():
+        if not mode and self._joint is not None:
+            self._joint.refresh()
+        elif not mode and not self._is_meta():
             self.product()
         return self
 

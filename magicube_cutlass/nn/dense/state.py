@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,9 @@ from magicube_cutlass.nn.dense import linear_op
 from magicube_cutlass.nn.dense.product import DenseProduct
 from magicube_cutlass.nn.layer_state import restore_dtypes, take_tensors
 from magicube_cutlass.quantization.float_tensor import RECIPES
+
+if TYPE_CHECKING:
+    from magicube_cutlass.nn.dense.projections import JointProjection
 
 WEIGHT_BUFFERS = ("qweight", "scale", "minimum", "tensor_scale")  # of a frozen layer
 OPTIONAL_BUFFERS = (*WEIGHT_BUFFERS, "act_scale", "smooth")
@@ -64,6 +67,8 @@ class QuantState(Calibrated):
     _made_of: tuple[int, int, int] | None  # identities of weight and smooth scale, version of the weight
     _made_by: tuple[Tensor | None, Tensor | None] | None  # so that no other tensor takes the identities
     _number: int
+    _joint: JointProjection | None = None  # that multiplies for this layer and others
+    _place: int  # in it
 
     def _begin(self, weight: Tensor | None, bias: Tensor | None, config: QuantConfig, shape: tuple[int, int]) -> None:
         if weight is not None and not isinstance(weight, nn.Parameter):
@@ -80,6 +85,8 @@ class QuantState(Calibrated):
     def _forget(self) -> None:
         """Drop what was derived from the tensors."""
         self._product = self._made_of = self._made_by = None
+        if self._joint is not None:
+            self._joint.is_current = False
 
     def empty_weight(self, device: torch.device | str | None = None) -> None:
         """Drop the master weight for empty buffers of a frozen layer, to be loaded."""

@@ -1,0 +1,243 @@
+"""Projections that read the same rows, as those to queries, keys and values do, as one product."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cute_kernels.explanation import Explanation
+from magicube_cutlass.nn.calibration import forward_batch, restore_modes
+from magicube_cutlass.nn.dense.activation import activate
+from magicube_cutlass.nn.dense.linear import QuantLinear
+from magicube_cutlass.nn.dense.product import QuantWeight
+from magicube_cutlass.quantization.float_tensor import TILE
+from magicube_cutlass.quantization.group_tensor import GroupTensor
+
+
+class JointProjection:
+    """Frozen layers that are called with the same rows in turn: the first call multiplies for all of them.
+
+    The layers keep their tensors, as rows of the joint ones. When one gets other tensors, by a move or a state dict,
+    they are joined again at the next call, or part if they no longer fit each other. A call with other rows than the
+    first layer's gives the same numbers by a product of its own.
+
+    Parameters
+    ----------
+    layers : sequence of QuantLinear
+        In the order of their calls, of which :func:`fit` says that they fit.
+    """
+
+    def __init__(self, layers: Sequence[QuantLinear]) -> None:
+        self.layers = tuple(layers)
+        self.held: tuple[Tensor, tuple[int | None, bool], Tensor] | None = None  # rows, their state, output
+        self.is_current = False
+        self.renew()
+
+    def renew(self) -> None:
+        """Join the layers by the tensors they have now; part them if these do not fit each other."""
+        self.held = None
+        if not fit(self.layers):
+            for each in self.layers:
+                each._joint = None
+            return
+        first, weights = self.layers[0], [each.stored_weight() for each in self.layers]
+        weight = _stacked(weights)
+        biases = [each.bias for each in self.layers if each.bias is not None]
+        bias = torch.cat([each.detach() for each in biases]) if biases else None
+        self.layer = QuantLinear.from_quantized(weight, bias, first.config)
+        self.layer.config = replace(first.config, activation=None)
+        self.layer.act_scale = first.act_scale
+        if first.smooth is not None:
+            self.layer.smooth = first.smooth
+            self.layer._forget()
+        self.act_scales = tuple(each.act_scale for each in self.layers)
+        ends = torch.tensor([each.out_features for each in self.layers]).cumsum(0).tolist()
+        self.rows = tuple(zip([0, *ends], ends, strict=False))
+        for i, (each, (begin, end)) in enumerate(zip(self.layers, self.rows, strict=True)):
+            each._set_weight(_rows_of(weight, begin, end))
+            if self.layer.bias is not None:
+                each.bias = nn.Parameter(self.layer.bias.detach()[begin:end], requires_grad=False)
+            each._joint, each._place = self, i
+        self.is_current = True
+
+    def refresh(self) -> None:
+        """Join the layers again if one of them has other tensors."""
+        scales = tuple(each.act_scale for each in self.layers)
+        if not self.is_current or any(a is not b for a, b in zip(scales, self.act_scales, strict=True)):
+            self.renew()
+
+    def __call__(self, layer: QuantLinear, x: Tensor) -> Tensor:
+        """Return the output of `layer` (..., out), a view of the joint one."""
+        place, compiles = layer._place, torch.compiler.is_compiling()
+        if not self.is_current or layer._buffers["act_scale"] is not self.act_scales[place]:
+            if compiles:
+                raise RuntimeError(
+                    "fused projections have other tensors than were joined: call eval(), or run them, to compile them"
+                )
+            self.renew()
+            return layer(x)
+        version = None if compiles or x.is_inference() else x._version
+        state, held = (version, torch.is_grad_enabled()), self.held
+        if place and held is not None and held[0] is x and held[1] == state:
+            y = held[2]
+        else:
+            y = self.layer(x)
+            if place == 0:
+                self.held = x, state, y
+        if place == len(self.rows) - 1:
+            self.held = None
+        begin, end = self.rows[place]
+        return activate(y[..., begin:end], layer.config.activation)
+
+    def explain(self, rows: int | None) -> Explanation:
+        """Report the joint product."""
+        found = self.layer.explain(rows)
+        return replace(found, text=f"one product for {len(self.layers)} layers that read the same rows: {found.text}")
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "held": None}
+
+
+def fit(layers: Sequence[QuantLinear]) -> bool:
+    """Return whether the weights of layers can be one weight: frozen, of one format and size of input, on one device.
+
+    Scales of the whole input must be equal, and scales of tiles must not cover rows of two layers.
+    """
+    if not all(each.frozen and each.qweight is not None and not each.qweight.is_meta for each in layers):
+        return False
+    kinds = {
+        (
+            replace(each.config, activation=None), each.in_features, _device(each),
+            None if each.bias is None else each.bias.dtype,
+        )
+        for each in layers
+    }  # fmt: skip
+    first = layers[0]
+    whole = all(
+        _equal(getattr(each, name), getattr(first, name))
+        for each in layers[1:]
+        for name in ("act_scale", "smooth", "tensor_scale")
+    )
+    by_tile = first.config.weight.endswith("_b128")
+    return len(kinds) == 1 and whole and not (by_tile and any(each.out_features % TILE for each in layers[:-1]))
+
+
+def _device(layer: QuantLinear) -> torch.device:
+    assert layer.qweight is not None
+    return layer.qweight.device
+
+
+def _equal(a: Tensor | None, b: Tensor | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    return a.device == b.device and torch.equal(a, b)
+
+
+def _stacked(weights: Sequence[QuantWeight]) -> QuantWeight:
+    """The weights below each other."""
+    first = weights[0]
+    data, scale = (torch.cat([getattr(each, name) for each in weights]) for name in ("data", "scale"))
+    if not isinstance(first, GroupTensor) or first.minimum is None:
+        return replace(first, data=data, scale=scale)
+    return replace(first, data=data, scale=scale, minimum=torch.cat([each.minimum for each in weights]))  # type: ignore[union-attr]
+
+
+def _rows_of(weight: QuantWeight, begin: int, end: int) -> QuantWeight:
+    """Rows `begin` to `end` of a weight, without a copy."""
+    if isinstance(weight, GroupTensor):
+        minimum = None if weight.minimum is None else weight.minimum[begin:end]
+        return replace(weight, data=weight.data[begin:end], scale=weight.scale[begin:end], minimum=minimum)
+    by = TILE if isinstance(weight.block, tuple) else 1
+    return replace(weight, data=weight.data[begin:end], scale=weight.scale[begin // by : -(-end // by)])
+
+
+@dataclass
+class _Calls:
+    """Layers in the order of a run's calls, in groups of neighbours with the same rows."""
+
+    groups: list[list[QuantLinear]]
+    rows: Tensor | None = None
+    copy: Tensor | None = None
+
+    def add(self, layer: nn.Module, inputs: tuple[Any, ...]) -> None:
+        """Take note of a call."""
+        assert isinstance(layer, QuantLinear)
+        x = inputs[0] if inputs else None
+        same = isinstance(x, Tensor) and x is self.rows and layer not in self.groups[-1]
+        if same and self.copy is not None and torch.equal(x, self.copy):
+            self.groups[-1].append(layer)
+            return
+        self.groups.append([layer])
+        self.rows, self.copy = (x, x.clone()) if isinstance(x, Tensor) else (None, None)
+
+
+def fuse_projections(model: nn.Module, batch: Any) -> tuple[tuple[str, ...], ...]:
+    """Let frozen :class:`QuantLinear` layers that read the same rows run as one product, in place.
+
+    Queries, keys and values of an attention, or gate and up of a gated MLP: ``[y1 y2 y3] = q(x) [W1; W2; W3]^T``. The
+    model runs on a batch, which shows what its layers are called with: neighbours in the order of calls that get the
+    same tensor, unchanged between them, of one format. The layers keep names, options and state dicts, and their
+    outputs are the numbers of before, or differ in the order of sums on a GPU; they are views of one tensor. A layer
+    that has an activation is left alone. Fuse again after layers were replaced.
+
+    Parameters
+    ----------
+    model : nn.Module
+        As :func:`magicube_cutlass.convert` with ``freeze=True`` left it. It runs in evaluation mode; the mode of each
+        module is restored.
+    batch : Tensor, tuple, list or mapping
+        An input, as for :func:`magicube_cutlass.nn.calibrate`. It must reach all that the model does.
+
+    Returns
+    -------
+    tuple of tuple of str
+        Names of the layers of each joint product.
+
+    Raises
+    ------
+    ValueError
+        For a model without frozen layers of this kind.
+
+    Examples
+    --------
+    >>> import torch, magicube_cutlass as mc
+    >>> class Gated(torch.nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.gate, self.up = torch.nn.Linear(64, 96), torch.nn.Linear(64, 96)
+    ...     def forward(self, x):
+    ...         return self.gate(x).sigmoid() * self.up(x)
+    >>> model = Gated()
+    >>> report = mc.convert(model, mc.nn.QuantConfig("int8"), freeze=True)
+    >>> mc.nn.fuse_projections(model, torch.randn(4, 64))
+    (('gate', 'up'),)
+    """
+    names = {each: name for name, each in model.named_modules() if isinstance(each, QuantLinear) and each.frozen}
+    if not names:
+        raise ValueError("model must have frozen QuantLinear layers, got none: see convert and freeze()")
+    for layer in names:
+        layer._joint = None
+    calls = _Calls([[]])
+    with ExitStack() as stack, torch.no_grad():
+        stack.callback(restore_modes, {each: each.training for each in model.modules()})
+        model.eval()
+        for layer in names:
+            stack.callback(layer.register_forward_pre_hook(calls.add).remove)
+        forward_batch(model, batch)
+    groups_of: dict[QuantLinear, set[tuple[QuantLinear, ...]]] = {}
+    for found in calls.groups:
+        for layer in found:
+            groups_of.setdefault(layer, set()).add(tuple(found))
+    fused = []
+    for group in dict.fromkeys(tuple(found) for found in calls.groups):
+        always = all(groups_of[layer] == {group} for layer in group)
+        if len(group) > 1 and always and all(each.config.activation is None for each in group) and fit(group):
+            JointProjection(group)
+            fused.append(tuple(names[layer] for layer in group))
+    return tuple(fused)
