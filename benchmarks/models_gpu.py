@@ -44,7 +44,7 @@ WAYS: dict[str, Config] = {
     "ours e4m3": mc.nn.QuantConfig("e4m3"),
     **{f"ours sparse {s:g}": mc.nn.SparseQuantConfig(sparsity=s, vector_length=8, bits=8) for s in (0.5, 0.7, 0.9)},
 }
-PROFILED = ("bfloat16", "ours int8", "ours int4 g128", "ours sparse 0.9")
+PROFILED = ("bfloat16", "bfloat16, fused", "ours int8", "ours int4 g128", "ours sparse 0.9")
 
 
 @dataclass(frozen=True)

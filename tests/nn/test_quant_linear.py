@@ -323,6 +323,29 @@ def test_rows_are_quantized_in_a_graph_as_by_the_library_but_for_ties(static: bo
     assert int(off.max()) <= 1 and int(off.sum()) < 100
 
 
+@pytest.mark.parametrize(("rows", "inputs"), [(1024, 1025), (1023, 1025), (1024, 1024)])
+def test_many_wide_rows_are_quantized_by_a_kernel_in_a_graph(rows: int, inputs: int) -> None:
+    graphs: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(str(graph.graph))
+        return graph.forward
+
+    x = normal(rows, inputs)
+    try:
+        run = torch.compile(linear_op.quantized_rows, backend=backend, fullgraph=True)
+        found, scale = run(x, None)
+        torch._dynamo.reset()
+        torch.compile(linear_op.quantized_rows, backend=backend, fullgraph=True, dynamic=True)(x, None)
+    finally:
+        torch._dynamo.reset()
+    many = rows >= 1024 and inputs > 1024
+    assert ["magicube.quantize" in each for each in graphs] == [many, False]
+    want = quantized(x, 8, 1)
+    assert want.scale is not None and torch.equal(scale, want.scale.reshape(-1))
+    assert not many or torch.equal(found, want.data)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_of_integers_are_multiplied_as_the_layer_does(dtype: torch.dtype) -> None:
     layer = QuantLinear.from_linear(plain().to(dtype)).eval().freeze()
