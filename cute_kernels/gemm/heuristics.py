@@ -10,7 +10,7 @@ from cute_kernels.gemm.config import GemmConfig, Products
 
 
 class Cost(NamedTuple):
-    """Predicted microseconds: per launch, per wave of tiles, and per 10^6 int8 products on an SM."""
+    """Predicted microseconds: per launch, per wave of CTAs, and per 10^6 int8 products on an SM."""
 
     launch: float
     wave: float
@@ -29,18 +29,21 @@ def _shared(products: Products, tile_m: int, tile_n: int, tile_k: int, stages: i
     )
 
 
-# WGMMA configs with their largest numbers of stages, and their costs with outputs of 2 and of 4 bytes: fits to 87
-# shapes each, and to 41 of several levels, measured on an H100 (docs/lab/gemm.md).
+# WGMMA configs with their largest numbers of stages, and their costs with outputs of 2 and of 4 bytes: fits to 144 and 72
+# shapes measured behind another kernel on an H200, and to 41 of several levels on an H100 (docs/lab/gemm.md).
 _ONE, _TWO, _THREE = Products(1, 1, 1), Products(2, 2, 2), Products(3, 3, 3)
 _PING_PONG = GemmConfig("wgmma", _ONE, "int32", stages=6, ping_pong=True)
 _TILES = {
     1: [
-        (_shared(_ONE, 64, 32, 256, 8), Cost(1.6, 0.484, 0.529), Cost(1.64, 0.539, 0.53)),
-        (_shared(_ONE, 64, 64, 256), Cost(1.182, 0.881, 0.356), Cost(0.743, 1.522, 0.361)),
-        (_shared(_ONE, 128, 64, 128, 8), Cost(0.407, 1.289, 0.258), Cost(0.0, 2.357, 0.267)),
-        (_shared(_ONE, 128, 128, 128), Cost(1.047, 2.173, 0.173), Cost(0.0, 4.262, 0.178)),
-        (_PING_PONG, Cost(3.3, 0.964, 0.166), Cost(1.882, 3.287, 0.172)),
-        (replace(_PING_PONG, cluster=2), Cost(3.933, 1.431, 0.171), Cost(3.53, 3.097, 0.165)),
+        (_shared(_ONE, 64, 32, 256, 8), Cost(1.834, 0.573, 0.471), Cost(1.86, 0.461, 0.436)),
+        (_shared(_ONE, 64, 64, 256), Cost(1.589, 1.218, 0.267), Cost(1.617, 0.978, 0.251)),
+        (_shared(_ONE, 64, 64, 128), Cost(1.738, 1.152, 0.272), Cost(1.33, 1.327, 0.282)),  # two CTAs an SM
+        (_shared(_ONE, 128, 64, 128, 8), Cost(1.445, 1.382, 0.223), Cost(1.351, 1.862, 0.203)),
+        (_shared(_ONE, 128, 128, 128), Cost(1.375, 2.408, 0.161), Cost(0.94, 3.616, 0.153)),
+        (_shared(_ONE, 128, 192, 128, 5), Cost(1.131, 3.478, 0.156), Cost(0.662, 5.09, 0.143)),
+        (replace(_PING_PONG, tile_m=64, tile_n=192, stages=7), Cost(2.963, 1.337, 0.158), Cost(0.829, 2.577, 0.17)),
+        (_PING_PONG, Cost(3.244, 1.624, 0.147), Cost(1.59, 3.077, 0.152)),
+        (replace(_PING_PONG, cluster=2), Cost(3.774, 1.635, 0.147), Cost(2.963, 2.806, 0.149)),
     ],
     2: [
         (config, cost, cost)
@@ -98,7 +101,7 @@ def choose(
 ) -> GemmConfig:
     """Return the config with the least predicted time for a product of (m, k) and (k, n).
 
-    The cost model counts whole waves of tiles.
+    The cost model counts whole waves of CTAs, and of tiles an SM.
 
     Parameters
     ----------
@@ -145,9 +148,10 @@ def _cheapest(m: int, n: int, k: int, terms: Products, arch: str, out: str, num_
     """Return the config with the least predicted time, and that time."""
 
     def cost(config: GemmConfig, unit: Cost) -> float:
-        waves = -(-config.tiles(m, n) // max(1, num_sms // config.cluster))
+        tiles, sms = config.tiles(m, n), max(1, num_sms // config.cluster)
+        resident = max(1, _SMEM_BYTES // (config.smem_bytes + 1024)) if config.kernel == "wgmma" else 1
         work = config.tile_m * config.tile_n * terms.number * -(-k // config.tile_k) * config.tile_k / 1e6
-        return unit.launch + waves * (unit.wave + unit.products * work)
+        return unit.launch + unit.wave * -(-tiles // (sms * resident)) + unit.products * work * -(-tiles // sms)
 
     costs = [(config, cost(config, unit)) for config, unit in costed_candidates(terms, arch, out)]
     return min(costs, key=lambda each: each[1])

@@ -323,7 +323,7 @@ def test_rows_are_quantized_in_a_graph_as_by_the_library_but_for_ties(static: bo
     assert int(off.max()) <= 1 and int(off.sum()) < 100
 
 
-@pytest.mark.parametrize(("rows", "inputs"), [(1024, 1025), (1023, 1025), (1024, 1024)])
+@pytest.mark.parametrize(("rows", "inputs"), [(2048, 1025), (2047, 1025), (2048, 1024)])
 def test_many_wide_rows_are_quantized_by_a_kernel_in_a_graph(rows: int, inputs: int) -> None:
     graphs: list[str] = []
 
@@ -339,7 +339,7 @@ def test_many_wide_rows_are_quantized_by_a_kernel_in_a_graph(rows: int, inputs: 
         torch.compile(linear_op.quantized_rows, backend=backend, fullgraph=True, dynamic=True)(x, None)
     finally:
         torch._dynamo.reset()
-    many = rows >= 1024 and inputs > 1024
+    many = rows >= 2048 and inputs > 1024
     assert ["magicube.quantize" in each for each in graphs] == [many, False]
     want = quantized(x, 8, 1)
     assert want.scale is not None and torch.equal(scale, want.scale.reshape(-1))
