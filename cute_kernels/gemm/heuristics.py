@@ -29,8 +29,8 @@ def _shared(products: Products, tile_m: int, tile_n: int, tile_k: int, stages: i
     )
 
 
-# WGMMA configs with their largest numbers of stages, and their costs with outputs of 2 and of 4 bytes: fits to 144 and 72
-# shapes measured behind another kernel on an H200, and to 41 of several levels on an H100 (docs/lab/gemm.md).
+# WGMMA configs with their largest numbers of stages, and their costs with outputs of 2 and of 4 bytes: fits to 144 and
+# 72 shapes measured behind another kernel on an H200, and to 41 of several levels on an H100 (docs/lab/gemm.md).
 _ONE, _TWO, _THREE = Products(1, 1, 1), Products(2, 2, 2), Products(3, 3, 3)
 _PING_PONG = GemmConfig("wgmma", _ONE, "int32", stages=6, ping_pong=True)
 _TILES = {

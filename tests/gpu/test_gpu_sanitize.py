@@ -13,6 +13,7 @@ import magicube_cutlass as mc
 from cute_kernels.attention.blocks.config import block_config
 from cute_kernels.attention.quantize_qkv import choose as choose_operands
 from cute_kernels.attention.quantize_qkv import encode_operands
+from cute_kernels.convert.digits import digits
 from cute_kernels.convert.quantize_transposed import amax_rows, quantize_transposed, turned_config
 from cute_kernels.double_sums.row_sums import sum_rows
 from cute_kernels.dtypes import element_bits
@@ -20,6 +21,9 @@ from cute_kernels.estimate import probes
 from cute_kernels.few_rows.api import few_rows_product
 from cute_kernels.few_rows.decode import decode_weight
 from cute_kernels.few_rows.product_int8 import few_rows_int8_product
+from cute_kernels.gemm.api import gemm
+from cute_kernels.gemm.config import GemmConfig, Products
+from cute_kernels.gemm.heuristics import candidates as gemm_candidates
 from cute_kernels.machine import ProblemTypes
 from cute_kernels.scaled_gemm.config import OperandFormat, ScaledGemmConfig, candidates
 from cute_kernels.scaled_gemm.dequantize import dequantized_format
@@ -306,6 +310,22 @@ def test_encoded_rows(act: str) -> None:
     want = quantize_floats(x, act, axis=1, nonfinite="propagate", tensor_scale_per_row=True)
     got = encoded(x.cuda(), act, None)
     assert torch.equal(got.data.cpu(), want.data) and torch.equal(got.scale.cpu(), want.scale)
+
+
+@needs_warp_groups
+@pytest.mark.parametrize(
+    "config",
+    [each for n in (1, 2) for each in gemm_candidates(Products(n, n, n), "sm_90a")],
+    ids=lambda config: config.name,
+)
+def test_dense_product_of_digits(config: GemmConfig) -> None:
+    count, k = config.products.levels, 320 if WHOLE else 301
+    x, y = torch.randn(270, k).cuda(), torch.randn(k, 203).cuda()
+    a, b = digits(x, count=count, axis=1), digits(y, count=count, axis=0, transpose=True)
+    found = gemm(a.planes, b.planes, scale_a=a.scale, scale_b=b.scale, out_dtype=torch.float32, config=config)
+    host = [tuple(plane.cpu() for plane in each.planes) for each in (a, b)]
+    want = gemm(*host, scale_a=a.scale.cpu(), scale_b=b.scale.cpu(), out_dtype=torch.float32)
+    assert torch.allclose(found.cpu(), want, rtol=1e-6, atol=1e-4)
 
 
 @pytest.mark.parametrize("shape", [(3, 200), (70, 130)])

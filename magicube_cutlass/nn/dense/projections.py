@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -143,9 +142,11 @@ def _stacked(weights: Sequence[QuantWeight]) -> QuantWeight:
     """The weights below each other."""
     first = weights[0]
     data, scale = (torch.cat([getattr(each, name) for each in weights]) for name in ("data", "scale"))
-    if not isinstance(first, GroupTensor) or first.minimum is None:
+    minima = [each.minimum for each in weights if isinstance(each, GroupTensor) and each.minimum is not None]
+    if not minima:
         return replace(first, data=data, scale=scale)
-    return replace(first, data=data, scale=scale, minimum=torch.cat([each.minimum for each in weights]))  # type: ignore[union-attr]
+    assert isinstance(first, GroupTensor)
+    return replace(first, data=data, scale=scale, minimum=torch.cat(minima))
 
 
 def _rows_of(weight: QuantWeight, begin: int, end: int) -> QuantWeight:
@@ -169,12 +170,14 @@ class _Calls:
         """Take note of a call."""
         assert isinstance(layer, QuantLinear)
         x = inputs[0] if inputs else None
-        same = isinstance(x, Tensor) and x is self.rows and layer not in self.groups[-1]
-        if same and self.copy is not None and torch.equal(x, self.copy):
+        if not isinstance(x, Tensor):
+            self.groups.append([layer])
+            self.rows = self.copy = None
+        elif x is self.rows and self.copy is not None and layer not in self.groups[-1] and torch.equal(x, self.copy):
             self.groups[-1].append(layer)
-            return
-        self.groups.append([layer])
-        self.rows, self.copy = (x, x.clone()) if isinstance(x, Tensor) else (None, None)
+        else:
+            self.groups.append([layer])
+            self.rows, self.copy = x, x.clone()
 
 
 def fuse_projections(model: nn.Module, batch: Any) -> tuple[tuple[str, ...], ...]:

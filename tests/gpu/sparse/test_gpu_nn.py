@@ -18,6 +18,7 @@ from magicube_cutlass.autograd import integer
 from magicube_cutlass.dispatch import cuda_floats
 from magicube_cutlass.nn import PruningSchedule, SparseQuantConfig, SparseQuantLinear, calibrate
 from tests.helpers import SCALES
+from tests.nn.test_projections import GROUPS, Attention, products
 
 pytestmark = pytest.mark.gpu
 
@@ -223,6 +224,22 @@ def test_frozen_layers_compiled_one_by_one_share_a_graph() -> None:
         assert torch.equal(torch.compile(layer, backend=backend, fullgraph=True)(x.cuda()), layer(x.cuda()))
     assert seen == [["magicube.sparse_frozen_rows"]]
     torch._dynamo.reset()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("options", [{"weight": "int8"}, {"weight": "int4", "group_size": 64, "act": "none"}], ids=str)
+def test_projections_that_read_the_same_rows_are_one_product(
+    options: dict[str, Any], compiled: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Attention().cuda().bfloat16().eval()
+    mc.convert(model, mc.nn.QuantConfig(**options), freeze=True, progress=False)
+    x = normal(2, 5, 64).cuda().bfloat16()
+    want = model(x)
+    assert mc.nn.fuse_projections(model, x) == GROUPS
+    seen = products(monkeypatch)
+    near(model(x), want, 1e-2)
+    assert seen == [456, 64, 256, 64]
+    near(compiled(model)(x), want, 2e-2)
 
 
 def test_a_model_learns_on_a_schedule() -> None:
