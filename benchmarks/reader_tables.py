@@ -188,8 +188,8 @@ def render_models() -> str:
         ways = ("bfloat16", "bfloat16, fused", "ours int8", "ours int4 g128", "ours int4 g128, int8 rows",
                 "ours sparse 0.5", "ours sparse 0.7", "ours sparse 0.9")  # fmt: skip
         rows.append([case["case"], *(f"{best[way]:.2f}" for way in ways)])
-    head = ["layers of, ms", "bfloat16", "bfloat16, fused", "int8", "int4, weight-only", "int4, int8 rows", "sparse 0.5", "sparse 0.7",
-            "sparse 0.9"]  # fmt: skip
+    head = ["layers of, ms", "bfloat16", "bfloat16, fused", "int8", "int4, weight-only", "int4, int8 rows",
+            "sparse 0.5", "sparse 0.7", "sparse 0.9"]  # fmt: skip
     return f"{grid(head, rows)}\n\n{source('models_gpu_h200')}"
 
 

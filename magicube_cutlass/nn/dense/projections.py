@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ class JointProjection:
     Parameters
     ----------
     layers : sequence of QuantLinear
-        In the order of their calls, of which :func:`fit` says that they fit.
+        In the order of their calls, of which :func:`can_join` is true.
     """
 
     def __init__(self, layers: Sequence[QuantLinear]) -> None:
@@ -41,7 +42,7 @@ class JointProjection:
     def renew(self) -> None:
         """Join the layers by the tensors they have now; part them if these do not fit each other."""
         self.held = None
-        if not fit(self.layers):
+        if not can_join(self.layers):
             for each in self.layers:
                 each._joint = None
             return
@@ -56,7 +57,7 @@ class JointProjection:
             self.layer.smooth = first.smooth
             self.layer._forget()
         self.act_scales = tuple(each.act_scale for each in self.layers)
-        ends = torch.tensor([each.out_features for each in self.layers]).cumsum(0).tolist()
+        ends = list(accumulate(each.out_features for each in self.layers))
         self.rows = tuple(zip([0, *ends], ends, strict=False))
         for i, (each, (begin, end)) in enumerate(zip(self.layers, self.rows, strict=True)):
             each._set_weight(_rows_of(weight, begin, end))
@@ -103,7 +104,7 @@ class JointProjection:
         return {**self.__dict__, "held": None}
 
 
-def fit(layers: Sequence[QuantLinear]) -> bool:
+def can_join(layers: Sequence[QuantLinear]) -> bool:
     """Return whether the weights of layers can be one weight: frozen, of one format and size of input, on one device.
 
     Scales of the whole input must be equal, and scales of tiles must not cover rows of two layers.
@@ -240,7 +241,7 @@ def fuse_projections(model: nn.Module, batch: Any) -> tuple[tuple[str, ...], ...
     fused = []
     for group in dict.fromkeys(tuple(found) for found in calls.groups):
         always = all(groups_of[layer] == {group} for layer in group)
-        if len(group) > 1 and always and all(each.config.activation is None for each in group) and fit(group):
+        if len(group) > 1 and always and all(each.config.activation is None for each in group) and can_join(group):
             JointProjection(group)
             fused.append(tuple(names[layer] for layer in group))
     return tuple(fused)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from cute_kernels.explanation import Explanation
 from cute_kernels.floats import packed_bytes
 from magicube_cutlass.nn.calibration import Calibrated
 from magicube_cutlass.nn.config import QuantConfig
@@ -16,9 +17,6 @@ from magicube_cutlass.nn.dense import linear_op
 from magicube_cutlass.nn.dense.product import DenseProduct
 from magicube_cutlass.nn.layer_state import restore_dtypes, take_tensors
 from magicube_cutlass.quantization.float_tensor import RECIPES
-
-if TYPE_CHECKING:
-    from magicube_cutlass.nn.dense.projections import JointProjection
 
 WEIGHT_BUFFERS = ("qweight", "scale", "minimum", "tensor_scale")  # of a frozen layer
 OPTIONAL_BUFFERS = (*WEIGHT_BUFFERS, "act_scale", "smooth")
@@ -49,6 +47,24 @@ def weight_shapes(out_features: int, in_features: int, config: QuantConfig) -> _
     return {**found, "tensor_scale": ((), torch.float32)} if scale_dtype == "e4m3" else found
 
 
+class JointProduct(Protocol):
+    """One product for several layers, see :func:`magicube_cutlass.nn.fuse_projections`."""
+
+    is_current: bool
+
+    def __call__(self, layer: Any, x: Tensor) -> Tensor:
+        """Return the output of a layer."""
+        ...
+
+    def refresh(self) -> None:
+        """Take over what the layers hold now."""
+        ...
+
+    def explain(self, rows: int | None) -> Explanation:
+        """Report the product."""
+        ...
+
+
 class QuantState(Calibrated):
     """Buffers of a quantized weight beside a float master, which a frozen layer lacks."""
 
@@ -67,7 +83,7 @@ class QuantState(Calibrated):
     _made_of: tuple[int, int, int] | None  # identities of weight and smooth scale, version of the weight
     _made_by: tuple[Tensor | None, Tensor | None] | None  # so that no other tensor takes the identities
     _number: int
-    _joint: JointProjection | None = None  # that multiplies for this layer and others
+    _joint: JointProduct | None = None  # that multiplies for this layer and others
     _place: int  # in it
 
     def _begin(self, weight: Tensor | None, bias: Tensor | None, config: QuantConfig, shape: tuple[int, int]) -> None:
