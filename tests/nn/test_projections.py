@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import io
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
 
 import magicube_cutlass as mc
@@ -70,7 +72,7 @@ def products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.parametrize("bias", (True, False))
 @pytest.mark.parametrize("options", FORMATS, ids=str)
 def test_one_product_returns_the_numbers_of_each(
-    options: dict[str, Any], bias: bool, monkeypatch: pytest.MonkeyPatch
+    options: dict[str, Any], bias: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     model, x = made(bias=bias, **options)
     want, state = model(x), copy.deepcopy(model.state_dict())
@@ -82,6 +84,11 @@ def test_one_product_returns_the_numbers_of_each(
     with torch.inference_mode():
         assert torch.equal(model(x), want)
     after = model.state_dict()
+    save_model(model, tmp_path / "model.safetensors")
+    loaded = Attention(bias)
+    mc.convert(loaded, QuantConfig(**options), freeze=True, progress=False)
+    load_model(loaded, tmp_path / "model.safetensors")
+    assert torch.equal(loaded.eval()(x), want)
     assert after.keys() == state.keys() and all(torch.equal(after[name], state[name]) for name in state)
     assert model.q._joint.held is None and model.q.explain().text.startswith("one product for 3 layers")
 

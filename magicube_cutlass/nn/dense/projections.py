@@ -186,9 +186,9 @@ def fuse_projections(model: nn.Module, batch: Any) -> tuple[tuple[str, ...], ...
 
     Queries, keys and values of an attention, or gate and up of a gated MLP: ``[y1 y2 y3] = q(x) [W1; W2; W3]^T``. The
     model runs on a batch, which shows what its layers are called with: neighbours in the order of calls that get the
-    same tensor, unchanged between them, of one format. The layers keep names, options and state dicts, and their
-    outputs are the numbers of before, or differ in the order of sums on a GPU; they are views of one tensor. A layer
-    that has an activation is left alone. Fuse again after layers were replaced.
+    same tensor, unchanged between them, of one format. The layers keep names, options and state dicts, whose tensors
+    are then copies. Outputs are the numbers of before, or differ in the order of sums on a GPU; they are views of one
+    tensor. A layer that has an activation is left alone. Fuse again after layers were replaced.
 
     Parameters
     ----------

@@ -128,6 +128,13 @@ class QuantState(Calibrated):
         kept = self.config.activation if "_fused" in self.__dict__ else found.activation
         self.config = replace(found, activation=kept)
 
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        """Copy rows of a joint weight: files of safetensors refuse parts of a storage."""
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name in (*WEIGHT_BUFFERS, "bias") if self._joint is not None else ():
+            if destination.get(prefix + name) is not None:
+                destination[prefix + name] = destination[prefix + name].detach().clone()
+
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
         """Restore the options before the tensors; a plain linear layer's state goes to the master."""
         errors: list[str] = arguments[-1]
