@@ -16,7 +16,7 @@ from typing import Any
 from cute_kernels.atoms import atom
 from cute_kernels.dtypes import SPMM_PAIRS, Integer
 from cute_kernels.gemm.config import Products
-from cute_kernels.gemm.heuristics import BYTES_PER_US, LEAST_US, costed_candidates
+from cute_kernels.gemm.heuristics import BYTES_PER_US, LEAST_US, costed_candidates, ctas_per_sm
 from cute_kernels.layout.column_order import PHASE
 from cute_kernels.layout.fragments import gather_order
 from cute_kernels.machine import (
@@ -129,7 +129,7 @@ def constants() -> dict[str, Any]:
     gemm = {}
     for arch in spmm:
         costed = costed_candidates(Products(1, 1, 1), arch, OUT)
-        gemm[arch] = [[c.tile_m, c.tile_n, c.tile_k, c.cluster, *cost] for c, cost in costed]
+        gemm[arch] = [[c.tile_m, c.tile_n, c.tile_k, c.cluster, ctas_per_sm(c), *cost] for c, cost in costed]
     panel = asdict(PanelModel())
     share = {f"{warps} {rows}": cost for (warps, rows), cost in panel.pop("share")}
     return {

@@ -66,6 +66,11 @@ _TILES = {
 }
 
 
+def ctas_per_sm(config: GemmConfig) -> int:
+    """Return the CTAs that the cost model counts on an SM, as many as its shared memory holds; 1 where not measured."""
+    return max(1, _SMEM_BYTES // (config.smem_bytes + 1024)) if config.kernel == "wgmma" else 1
+
+
 def _wgmma(products: Products, out: str = "int32") -> list[tuple[GemmConfig, Cost]]:
     """Return the WGMMA configs for `products`, with as many stages as fit shared memory, and their costs."""
     found = []
@@ -149,9 +154,10 @@ def _cheapest(m: int, n: int, k: int, terms: Products, arch: str, out: str, num_
 
     def cost(config: GemmConfig, unit: Cost) -> float:
         tiles, sms = config.tiles(m, n), max(1, num_sms // config.cluster)
-        resident = max(1, _SMEM_BYTES // (config.smem_bytes + 1024)) if config.kernel == "wgmma" else 1
         work = config.tile_m * config.tile_n * terms.number * -(-k // config.tile_k) * config.tile_k / 1e6
-        return unit.launch + unit.wave * -(-tiles // (sms * resident)) + unit.products * work * -(-tiles // sms)
+        return (
+            unit.launch + unit.wave * -(-tiles // (sms * ctas_per_sm(config))) + unit.products * work * -(-tiles // sms)
+        )
 
     costs = [(config, cost(config, unit)) for config, unit in costed_candidates(terms, arch, out)]
     return min(costs, key=lambda each: each[1])

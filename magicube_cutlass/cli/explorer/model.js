@@ -142,10 +142,10 @@ function chooseSpmm(data, machine, operands, problem, rhsBits) {
 function denseInt8(data, machine, m, k, n) {
   const { tiles, least_us, bytes_per_us } = data.constants.gemm;
   let best = Infinity;
-  for (const [tileM, tileN, tileK, cluster, launch, wave, products] of tiles[machine.arch]) {
-    const count = ceilDiv(m, tileM * cluster) * ceilDiv(n, tileN), waves = ceilDiv(count, Math.max(1, Math.floor(machine.sms / cluster)));
+  for (const [tileM, tileN, tileK, cluster, ctas, launch, wave, products] of tiles[machine.arch]) {
+    const count = ceilDiv(m, tileM * cluster) * ceilDiv(n, tileN), sms = Math.max(1, Math.floor(machine.sms / cluster));
     const work = (tileM * tileN * ceilDiv(k, tileK) * tileK) / 1e6;
-    best = Math.min(best, launch + waves * (wave + products * work));
+    best = Math.min(best, launch + wave * ceilDiv(count, sms * ctas) + products * work * ceilDiv(count, sms));
   }
   return Math.max(best, least_us + ((m + n) * k) / bytes_per_us);
 }
