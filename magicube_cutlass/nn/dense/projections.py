@@ -190,6 +190,10 @@ def fuse_projections(model: nn.Module, batch: Any) -> tuple[tuple[str, ...], ...
     are then copies. Outputs are the numbers of before, or differ in the order of sums on a GPU; they are views of one
     tensor. A layer that has an activation is left alone. Fuse again after layers were replaced.
 
+    A tensor that is written to between the calls of a group is multiplied anew. In inference mode, where torch does not
+    count what is written to a tensor, and in graphs this is not seen: later runs must leave it alone as the batch's
+    did.
+
     Parameters
     ----------
     model : nn.Module
