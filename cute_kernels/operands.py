@@ -83,6 +83,20 @@ def aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
+def line_pitch(size: int) -> int:
+    """Return the bytes from one row of `size` bytes to the next where tensor copies read it.
+
+    From 256 bytes on, rows start at lines of 128 bytes: a box of 128 bytes that lies across two lines is read twice
+    from the second-level cache.
+
+    Examples
+    --------
+    >>> line_pitch(17), line_pitch(1000)
+    (32, 1024)
+    """
+    return aligned(size) if size <= 256 else -(-size // 128) * 128
+
+
 def is_ready(plane: Tensor) -> bool:
     """Return whether kernels can read `plane` (rows, K) without a copy."""
     rows, k = plane.shape

@@ -24,7 +24,7 @@ from cute_kernels.jit.codegen import OUT_TYPES, KernelConfig
 from cute_kernels.jit.device import current_arch, device_of
 from cute_kernels.jit.kernel import get_kernel
 from cute_kernels.jit.launch_cache import LaunchCache
-from cute_kernels.operands import ALIGNMENT, aligned
+from cute_kernels.operands import ALIGNMENT, line_pitch
 
 __all__ = ["ZERO_SCALE", "Digits", "DigitsConfig", "columns_config", "default_configs", "digit_rule", "digits"]
 
@@ -216,7 +216,7 @@ def _digits_cpu(x: Tensor, rule: _DigitRule, count: int, axis: int | None) -> Di
 def _launch_rows(x: Tensor, rule: _DigitRule, count: int, scale: Tensor, given: bool) -> list[Tensor]:
     """Launch ``digits_rows``; return planes (rows, columns) with contiguous rows."""
     rows, columns = x.shape
-    planes = workspace.empty((count, rows, aligned(columns)), torch.int8, x.device)
+    planes = workspace.empty((count, rows, line_pitch(columns)), torch.int8, x.device)
 
     def launch() -> None:
         config = DigitsConfig("digits_rows", REAL_DTYPES[x.dtype], count)
@@ -238,7 +238,7 @@ def _launch_rows(x: Tensor, rule: _DigitRule, count: int, scale: Tensor, given: 
 def _launch_columns(x: Tensor, rule: _DigitRule, count: int, scale: Tensor, given: bool) -> list[Tensor]:
     """Launch ``digits_columns``; return planes (rows, columns) with contiguous columns."""
     rows, columns = x.shape
-    planes = workspace.empty((count, columns, aligned(rows)), torch.int8, x.device)
+    planes = workspace.empty((count, columns, line_pitch(rows)), torch.int8, x.device)
 
     def launch() -> None:
         config = columns_config(REAL_DTYPES[x.dtype], count, current_arch(), rows)

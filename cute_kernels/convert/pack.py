@@ -10,7 +10,7 @@ from torch import Tensor
 from cute_kernels.jit import workspace
 from cute_kernels.jit.codegen import KernelConfig
 from cute_kernels.jit.kernel import get_kernel
-from cute_kernels.operands import aligned
+from cute_kernels.operands import line_pitch
 
 _GRID_Y = 65535  # limit of gridDim.y
 
@@ -41,7 +41,7 @@ class PackConfig(KernelConfig):
 
 
 def pack_rows(plane: Tensor) -> Tensor:
-    """Copy a plane into K-major rows that start at multiples of 16 bytes.
+    """Copy a plane into K-major rows that start at multiples of 16 bytes, long ones of 128.
 
     Parameters
     ----------
@@ -50,11 +50,11 @@ def pack_rows(plane: Tensor) -> Tensor:
 
     Returns
     -------
-    Tensor, shape (rows, k rounded up to 16)
+    Tensor, shape (rows, line_pitch(k))
         Contiguous; the padding is zero.
     """
     rows, k = plane.shape
-    out = workspace.empty((rows, aligned(k)), torch.int8, plane.device)
+    out = workspace.empty((rows, line_pitch(k)), torch.int8, plane.device)
     transposed = plane.stride(0) == 1
     kernel = get_kernel(PackConfig("pack_transposed" if transposed else "pack_strided"))
     across, deep = (-(-rows // 128), 64) if transposed else (min(rows, 2**16), 128 * 16)

@@ -19,7 +19,7 @@ from cute_kernels.gemm.problem import GemmProblem
 from cute_kernels.jit.device import current_arch, device_of, num_sms
 from cute_kernels.jit.kernel import get_kernel, occupancy
 from cute_kernels.jit.tma import tensor_map
-from cute_kernels.operands import Rows, aligned, is_ready
+from cute_kernels.operands import Rows, aligned, is_ready, line_pitch
 
 
 def _packed(plane: Tensor) -> Rows:
@@ -228,7 +228,7 @@ def plan_gemm(problem: GemmProblem) -> LaunchPlan:
     planes = {f"a{i}": plane for i, plane in enumerate(problem.a)}  # (M, K) each
     planes |= {f"b{j}": plane.t() for j, plane in enumerate(problem.b)}  # (N, K) each
     copies = tuple(name for name, plane in planes.items() if not is_ready(plane))
-    workspace = sum(planes[name].shape[0] * aligned(planes[name].shape[1]) for name in copies)
+    workspace = sum(planes[name].shape[0] * line_pitch(planes[name].shape[1]) for name in copies)
     launches = list(parts(problem, torch.empty(m, n, dtype=problem.out_dtype, device="meta")))
     if len(launches) > 1 and launches[0].out is not launches[-1].out:
         workspace += launches[0].out.nbytes

@@ -2,7 +2,9 @@
 //
 //   out = (total * row_scale) * col_scale + beta * c + bias,  total = sum of level l * 2^(-shift l)
 //
-// All architectures from sm_80. A quad of lanes transposes its 8x8 blocks, so that a store is 16 bytes per lane.
+// All architectures from sm_80. A quad of lanes transposes its 8x8 blocks, so that a store is 16 bytes per lane. Each lane loads the
+// scales and the bias of a few columns before the sums are there, and the others get them by shuffles: loads between the stores took a
+// third of the time of a product of 384 inputs.
 // Source: PTX ISA, mma accumulator layout.
 #pragma once
 
@@ -81,6 +83,50 @@ struct GemmOutput {
   }
 };
 
+// Scales and bias of a warp's kColumns columns: lane l has columns 2 l and 2 l + 1 of every 64.
+template <class C, int kColumns>
+struct ColumnFactors {
+  static constexpr int kParts = (kColumns + 63) / 64;
+  float scale[kParts][2], bias[kParts][2];
+  bool scaled, biased;  // the same for all lanes
+
+  __device__ ColumnFactors(const GemmOutput<C>& to, int column, int lane) : scaled(to.col_scales), biased(to.bias) {
+    CUTE_UNROLL
+    for (int part = 0; part < kParts; ++part) {
+      CUTE_UNROLL
+      for (int i = 0; i < 2; ++i) {
+        const int at = column + 64 * part + 2 * lane + i;
+        scale[part][i] = scaled && at < to.n ? __ldg(to.col_scales + at) : 1.0f;
+        bias[part][i] = biased && at < to.n ? __ldg(to.bias + at) : 0.0f;
+      }
+    }
+  }
+
+  // Of a lane's two columns in each of the four 8x8 blocks from block `first` on.
+  __device__ __forceinline__ void take(int first, int t, float (&scales)[8], float (&biases)[8]) const {
+    CUTE_UNROLL
+    for (int i = 0; i < 8; ++i) {
+      const int block = first + i / 2, from = block % 8 * 4 + t;
+      scales[i] = scaled ? __shfl_sync(~0u, scale[block / 8][i % 2], from) : 1.0f;
+      biases[i] = biased ? __shfl_sync(~0u, bias[block / 8][i % 2], from) : 0.0f;
+    }
+  }
+};
+
+// Scales of rows g and g + 8 of kBlocks blocks, kStep rows apart; (row, lane) as in write_fragment.
+template <class C, int kBlocks>
+struct RowFactors {
+  float scale[kBlocks][2];
+
+  __device__ RowFactors(const GemmOutput<C>& to, int row, int step, int lane) {
+    CUTE_UNROLL
+    for (int block = 0; block < kBlocks; ++block) {
+      CUTE_UNROLL
+      for (int half = 0; half < 2; ++half) scale[block][half] = to.row_scale(row + step * block + lane / 4 + 8 * half);
+    }
+  }
+};
+
 // Columns of a lane in four 8x8 blocks side by side: two of one row of each.
 constexpr int kQuadColumns[8] = {0, 1, 8, 9, 16, 17, 24, 25};
 
@@ -123,21 +169,19 @@ struct NoVisitor {
 template <class C, class Visitor>
 constexpr bool kTakesMagnitudes = C::kLevels > 1 && cuda::std::is_invocable_v<const Visitor&, typename C::Out, float>;
 
-// kVector: by write_quad. kHasScales: there are column scales or a bias. See write_fragment.
-template <bool kVector, bool kHasScales, class C, int kRegisters, class Visitor>
+// kVector: by write_quad. See write_fragment.
+template <bool kVector, class C, int kRegisters, class Visitor>
 __device__ __forceinline__ void store_accumulators(const GemmOutput<C>& to, const uint32_t (&accum)[C::kLevels][kRegisters],
-                                                   int row, int column, int lane, const Visitor& visitor) {
+                                                   int row, int column, int lane, const float (&row_scale)[2],
+                                                   const ColumnFactors<C, 2 * kRegisters>& factors, const Visitor& visitor) {
   using Out = typename C::Out;
   using Source = typename C::Source;
   const int g = lane / 4, t = lane % 4;
-  const float row_scale[2] = {to.row_scale(row + g), to.row_scale(row + g + 8)};
   CUTE_UNROLL
   for (int first = 0; first < kRegisters / 4; first += 4) {
-    __syncwarp();  // keeps the loads of later columns below: moved up, they would spill
     const int own = column + 8 * first + 2 * t, present = to.n - own;
     float col_scale[8], bias[8];
-    load_quad(to.col_scales + own, kHasScales && to.col_scales, present, 1.0f, col_scale);
-    load_quad(to.bias + own, kHasScales && to.bias, present, 0.0f, bias);
+    factors.take(first, t, col_scale, bias);
     CUTE_UNROLL
     for (int half = 0; half < 2; ++half) {
       const int at = row + g + 8 * half;
@@ -171,12 +215,20 @@ __device__ __forceinline__ void store_accumulators(const GemmOutput<C>& to, cons
 // of the next; (row, column) is its corner. `visitor` is called with each result, also with those beyond the output.
 template <class C, int kRegisters, class Visitor = NoVisitor>
 __device__ __forceinline__ void write_fragment(const GemmOutput<C>& to, uint32_t (&accum)[C::kLevels][kRegisters], int row,
-                                               int column, int lane, const Visitor& visitor = {}) {
+                                               int column, int lane, const float (&row_scale)[2],
+                                               const ColumnFactors<C, 2 * kRegisters>& factors, const Visitor& visitor = {}) {
   static_assert(kRegisters % 16 == 0, "four blocks of eight columns are written together");
   to.template fold<kTakesMagnitudes<C, Visitor>>(accum);
-  if (!to.vector) store_accumulators<false, true>(to, accum, row, column, lane, visitor);
-  else if (to.col_scales || to.bias) store_accumulators<true, true>(to, accum, row, column, lane, visitor);
-  else store_accumulators<true, false>(to, accum, row, column, lane, visitor);
+  if (to.vector) store_accumulators<true>(to, accum, row, column, lane, row_scale, factors, visitor);
+  else store_accumulators<false>(to, accum, row, column, lane, row_scale, factors, visitor);
+}
+
+// The same, with scales and bias loaded here.
+template <class C, int kRegisters, class Visitor = NoVisitor>
+__device__ __forceinline__ void write_fragment(const GemmOutput<C>& to, uint32_t (&accum)[C::kLevels][kRegisters], int row,
+                                               int column, int lane, const Visitor& visitor = {}) {
+  const RowFactors<C, 1> rows(to, row, 0, lane);
+  write_fragment(to, accum, row, column, lane, rows.scale[0], ColumnFactors<C, 2 * kRegisters>(to, column, lane), visitor);
 }
 
 }  // namespace magicube

@@ -29,21 +29,22 @@ def _shared(products: Products, tile_m: int, tile_n: int, tile_k: int, stages: i
     )
 
 
-# WGMMA configs with their largest numbers of stages, and their costs with outputs of 2 and of 4 bytes: fits to 144 and
-# 72 shapes measured behind another kernel on an H200, and to 41 of several levels on an H100 (docs/lab/gemm.md).
+# WGMMA configs with their largest numbers of stages, and their costs with outputs of 2 and of 4 bytes: fits to 115 and
+# 58 shapes measured behind another kernel on an H200, and to 41 of several levels on an H100 (docs/lab/gemm.md).
 _ONE, _TWO, _THREE = Products(1, 1, 1), Products(2, 2, 2), Products(3, 3, 3)
 _PING_PONG = GemmConfig("wgmma", _ONE, "int32", stages=6, ping_pong=True)
 _TILES = {
     1: [
-        (_shared(_ONE, 64, 32, 256, 8), Cost(1.834, 0.573, 0.471), Cost(1.86, 0.461, 0.436)),
-        (_shared(_ONE, 64, 64, 256), Cost(1.589, 1.218, 0.267), Cost(1.617, 0.978, 0.251)),
-        (_shared(_ONE, 64, 64, 128), Cost(1.738, 1.152, 0.272), Cost(1.33, 1.327, 0.282)),  # two CTAs an SM
-        (_shared(_ONE, 128, 64, 128, 8), Cost(1.445, 1.382, 0.223), Cost(1.351, 1.862, 0.203)),
-        (_shared(_ONE, 128, 128, 128), Cost(1.375, 2.408, 0.161), Cost(0.94, 3.616, 0.153)),
-        (_shared(_ONE, 128, 192, 128, 5), Cost(1.131, 3.478, 0.156), Cost(0.662, 5.09, 0.143)),
-        (replace(_PING_PONG, tile_m=64, tile_n=192, stages=7), Cost(2.963, 1.337, 0.158), Cost(0.829, 2.577, 0.17)),
-        (_PING_PONG, Cost(3.244, 1.624, 0.147), Cost(1.59, 3.077, 0.152)),
-        (replace(_PING_PONG, cluster=2), Cost(3.774, 1.635, 0.147), Cost(2.963, 2.806, 0.149)),
+        (_shared(_ONE, 64, 32, 256, 8), Cost(1.522, 0.882, 0.395), Cost(1.787, 0.494, 0.408)),
+        (_shared(_ONE, 64, 64, 256), Cost(1.39, 1.037, 0.236), Cost(1.526, 0.962, 0.252)),
+        (_shared(_ONE, 64, 64, 128), Cost(1.496, 0.972, 0.252), Cost(1.051, 1.467, 0.277)),  # two CTAs an SM
+        (_shared(_ONE, 128, 64, 128, 8), Cost(1.336, 1.276, 0.191), Cost(1.313, 1.898, 0.191)),
+        (_shared(_ONE, 128, 128, 128), Cost(1.428, 2.008, 0.151), Cost(1.104, 3.185, 0.151)),
+        (_shared(_ONE, 128, 192, 128, 5), Cost(1.444, 2.546, 0.15), Cost(0.479, 4.906, 0.15)),
+        (_shared(_ONE, 128, 224, 128, 5), Cost(1.662, 2.573, 0.151), Cost(1.01, 4.797, 0.159)),
+        (replace(_PING_PONG, tile_m=64, tile_n=192, stages=7), Cost(2.536, 1.028, 0.153), Cost(0.817, 2.699, 0.17)),
+        (_PING_PONG, Cost(2.754, 1.368, 0.146), Cost(1.685, 3.091, 0.149)),
+        (replace(_PING_PONG, cluster=2), Cost(3.551, 1.391, 0.15), Cost(2.789, 2.953, 0.149)),
     ],
     2: [
         (config, cost, cost)

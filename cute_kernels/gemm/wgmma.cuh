@@ -24,16 +24,19 @@ struct WarpGroupOp<32> { using type = SM90::GMMA::MMA_64x32x32_S32S8S8_SS_TN; };
 template <>
 struct WarpGroupOp<64> { using type = SM90::GMMA::MMA_64x64x32_S32S8S8_SS_TN; };
 template <>
+struct WarpGroupOp<96> { using type = SM90::GMMA::MMA_64x96x32_S32S8S8_SS_TN; };
+template <>
 struct WarpGroupOp<128> { using type = SM90::GMMA::MMA_64x128x32_S32S8S8_SS_TN; };
 template <>
 struct WarpGroupOp<192> { using type = SM90::GMMA::MMA_64x192x32_S32S8S8_SS_TN; };
 template <>
 struct WarpGroupOp<256> { using type = SM90::GMMA::MMA_64x256x32_S32S8S8_SS_TN; };
 
-template <class Op, class Sum, int kRegisters, int... I, class... Options>
+// One instruction into the registers of `accum` from kFirst on.
+template <class Op, int kFirst = 0, class Sum, int kRegisters, int... I, class... Options>
 __device__ __forceinline__ void wgmma(Sum (&accum)[kRegisters], uint64_t a, uint64_t b, int_sequence<I...>,
                                                Options... options) {
-  Op::fma(a, b, accum[I]..., options...);
+  Op::fma(a, b, accum[kFirst + I]..., options...);
 }
 
 template <class C>
@@ -48,7 +51,9 @@ struct GroupGemm {
   static constexpr int kThreads = 128 * (kGroups + 1);
   static constexpr int kConsumersPerStage = C::kPingPong ? 1 : kGroups;  // warp groups that read a stage
   static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
-  using Op = typename WarpGroupOp<kTileN>::type;
+  // A tile of 224 columns takes two instructions a step: CUTLASS's single one is in a header of 60,000 lines.
+  static constexpr int kFirstColumns = kTileN == 224 ? 128 : kTileN, kOtherColumns = kTileN - kFirstColumns;
+  using Op = typename WarpGroupOp<kFirstColumns>::type;
   using Accumulators = uint32_t[kBlocks][C::kLevels][kRegisters];
 
   static_assert(kBlocks * 64 * (C::kPingPong ? 1 : kGroups) == kTileM, "a group has whole blocks of 64 rows");
@@ -156,7 +161,13 @@ __device__ __forceinline__ void mma_stage(const GroupGemm<C>& gemm, typename Gro
           const int box = k / G::kBoxK * G::kBoxK, inside = k % G::kBoxK;
           const uint64_t from_a = a + ((i * G::kPlaneA + box * G::kTileM + own * 64 * G::kBoxK + inside) >> 4);
           const uint64_t from_b = b + ((j * G::kPlaneB + box * G::kTileN + inside) >> 4);
-          wgmma<typename G::Op>(accum[own][level], from_a, from_b, make_int_sequence<G::kRegisters>{});
+          wgmma<typename G::Op>(accum[own][level], from_a, from_b, make_int_sequence<G::kFirstColumns / 2>{});
+          if constexpr (G::kOtherColumns > 0) {
+            using Other = typename WarpGroupOp<G::kOtherColumns>::type;
+            constexpr int kFirst = G::kFirstColumns / 2;
+            wgmma<Other, kFirst>(accum[own][level], from_a, from_b + (G::kFirstColumns * G::kBoxK >> 4),
+                                 make_int_sequence<G::kOtherColumns / 2>{});
+          }
         }
       }
     }
@@ -212,6 +223,9 @@ __device__ void consumer_loop(const GroupGemm<C>& gemm, const GemmOutput<C>& to,
   for (; index < count; index += C::kPingPong ? 2 * step : step) {
     int row, column;
     gemm.scheduler.place(index, row, column);
+    const int m = (row * G::kCluster + rank) * G::kTileM + block * 64 + warp * 16, n = column * G::kTileN;
+    const RowFactors<C, G::kBlocks> rows(to, m, 64, lane);
+    const ColumnFactors<C, G::kTileN> columns(to, n, lane);
     typename G::Accumulators accum = {};  // zeroed here: with ScaleOut::Zero, the old registers would stay live
     if (C::kPingPong) warp_group::named_barrier_sync(1 + group, 256);
     mma_tile(gemm, accum, at, block);
@@ -220,17 +234,16 @@ __device__ void consumer_loop(const GroupGemm<C>& gemm, const GemmOutput<C>& to,
     fence_tile_accumulators<C>(accum);
     consumer_release(gemm, at.stage == 0 ? G::kStages - 1 : at.stage - 1);
     if (C::kPingPong) at.skip(gemm.parts);
-    const int m = (row * G::kCluster + rank) * G::kTileM + block * 64 + warp * 16;
     CUTE_UNROLL
     for (int own = 0; own < G::kBlocks; ++own) {
       if constexpr (C::kGated && C::kLevels > 1) {
-        write_fragment(to, accum[own], m + own * 64, column * G::kTileN, lane, [&](float x, float magnitude) {
+        write_fragment(to, accum[own], m + own * 64, n, lane, rows.scale[own], columns, [&](float x, float magnitude) {
           seen = fmaf(x, x, seen), levels = fmaf(magnitude, magnitude, levels);
         });
       } else if constexpr (C::kSumOfSquares) {
-        write_fragment(to, accum[own], m + own * 64, column * G::kTileN, lane, [&](float x) { seen = fmaf(x, x, seen); });
+        write_fragment(to, accum[own], m + own * 64, n, lane, rows.scale[own], columns, [&](float x) { seen = fmaf(x, x, seen); });
       } else {
-        write_fragment(to, accum[own], m + own * 64, column * G::kTileN, lane);
+        write_fragment(to, accum[own], m + own * 64, n, lane, rows.scale[own], columns);
       }
     }
   }

@@ -202,14 +202,18 @@ inline bool elect_one() {
   __syncwarp();
   return threadIdx.x % 32 == 0;
 }
-template <class T> T __shfl_sync(unsigned, T x, int) { return x; }  // of what is the same in all of a warp
-inline uint32_t __shfl_xor_sync(unsigned, uint32_t x, int bit) {
-  host::exchanged[cta][threadIdx.x] = x;
+// What thread `from` of the CTA passes for x, a word or smaller.
+template <class T> T word_of(T x, unsigned from) {
+  static_assert(sizeof(T) <= 4);
+  std::memcpy(&host::exchanged[cta][threadIdx.x], &x, sizeof(T));
   __syncwarp();
-  const uint32_t theirs = host::exchanged[cta][threadIdx.x ^ bit];
+  T theirs;
+  std::memcpy(&theirs, &host::exchanged[cta][from], sizeof(T));
   __syncwarp();
   return theirs;
 }
+template <class T> T __shfl_sync(unsigned, T x, int lane) { return word_of(x, threadIdx.x / 32 * 32 + lane); }
+inline uint32_t __shfl_xor_sync(unsigned, uint32_t x, int bit) { return word_of(x, threadIdx.x ^ bit); }
 
 namespace cute {
 struct float_e4m3_t {};
