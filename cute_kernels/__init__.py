@@ -14,7 +14,6 @@ register_moved(
         "gemm_floats": ("cute_kernels.scaled_gemm.api", "cute_kernels.scaled_gemm.operand"),
         "numbers": ("cute_kernels.dtypes",),
         "probes": ("cute_kernels.estimate.probes", "cute_kernels.estimate.config"),
-        "probes_rest": ("cute_kernels.estimate.remainder_probes",),
         "quantize": ("cute_kernels.convert.quantize",),
         "sddmm_panel": ("cute_kernels.sddmm.panel",),
         "softmax": ("cute_kernels.attention.sparse_softmax",),

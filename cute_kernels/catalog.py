@@ -90,11 +90,11 @@ def warm_configs(all: bool, arch: str) -> Iterator[Source]:
     from cute_kernels.convert import digits, quantize, quantize_transposed, transpose
     from cute_kernels.double_sums import row_sums
     from cute_kernels.estimate import config as probes
-    from cute_kernels.estimate import look, remainder_probes, statistics, verdict
+    from cute_kernels.estimate import look, statistics, verdict
     from cute_kernels.layout import column_order as ordering
 
     others = (quantize, transpose, compress, ordering, softmax)
-    sums = (probes, remainder_probes, statistics, look, row_sums)
+    sums = (probes, statistics, look, row_sums)
     by_arch = (each.default_configs(arch) for each in (attention, attention_operands, digits, quantize_transposed))
     verdicts = [verdict.VerdictConfig()]
     tiles = attention_tiles.default_configs() if arch == BLOCK_ARCH else []

@@ -296,7 +296,8 @@ def matmul(
         ``"fallback"``: run float32 and float64 products if no rung meets `tol`.
     flow : {"auto", "measured"}, default "auto"
         ``"measured"``: as described, on every device. ``"auto"``: the same, but on a GPU 16-bit operands, GPUs other
-        than sm_90 and tolerances below 3e-5 take kernels whose float32 check is guarded, not proven.
+        than sm_90, tolerances below 3e-5 and modes by name other than ``direct`` and ``full`` take kernels whose
+        float32 check is guarded, not proven.
     return_report : bool, default False
         Return ``(C, Report)``; measures the error also without `tol`, and C carries no gradient.
 

@@ -33,7 +33,7 @@ UNDOCUMENTED: dict[str, int] = dict.fromkeys(house.PACKAGES, 0)
 # Steps of a comparison on a GPU; `probe` and `compare` show them.
 WITHOUT_EXAMPLE = {
     *(f"cute_kernels.estimate.probes.{name}" for name in (
-        "arm_result", "grid", "is_single_launch", "result_buffer", "start_comparison", "start_sum", "wait_result"
+        "grid", "result_buffer", "start_comparison", "start_sum"
     )),
 }  # fmt: skip
 LONG: set[str] = set()

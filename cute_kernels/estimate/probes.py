@@ -23,11 +23,9 @@ from cute_kernels.jit.launch_cache import LaunchCache
 
 __all__ = [
     "Comparison",
-    "arm_result",
     "can_emit_float16",
     "compare",
     "grid",
-    "is_single_launch",
     "matrix_arguments",
     "padded",
     "probe",
@@ -38,7 +36,6 @@ __all__ = [
     "result_buffer",
     "start_comparison",
     "start_sum",
-    "wait_result",
 ]
 
 _MAX_LENGTH = 2**30  # elements per row or column; indices are int32
@@ -46,7 +43,6 @@ _RUN = 4  # elements per load of a lane
 _MIN_SPLIT = 512  # columns per CTA if CTAs share a tile; their sums take another kernel
 _SMS_PER_TILE = 4  # SMs per tile from which CTAs share one
 _GAIN = 1.15  # speedup of reading W half as often, measured
-_PENDING = 0x7FF8_5EED_0000_0001  # bits of a NaN that no sum has
 _replays = LaunchCache(256)
 
 
@@ -258,11 +254,6 @@ def grid(shape: torch.Size, dtype: torch.dtype, device: int) -> tuple[int, int, 
     return groups, tiles, max(1, min(idle, columns // _MIN_SPLIT)) if idle >= _SMS_PER_TILE else 1
 
 
-def is_single_launch(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether :func:`probe` of such a matrix is one launch: no two CTAs share the columns of a tile."""
-    return grid(shape, dtype, device.index)[2] == 1
-
-
 def _launch_key(x: Tensor, *others: Tensor) -> tuple[Hashable, ...]:
     """Return the key of a launch: layout and address of `x`, addresses of the contiguous others."""
     where = (x.data_ptr(), *(each.data_ptr() for each in others))
@@ -274,7 +265,6 @@ class _ResultBuffer(threading.local):
 
     def __init__(self) -> None:
         self.sums = torch.empty(SUMS, dtype=torch.float64, pin_memory=True, device="cpu")
-        self.words = self.sums.numpy().view(np.int64)
 
 
 @lru_cache
@@ -286,37 +276,6 @@ def _result_buffers() -> _ResultBuffer:
 def result_buffer() -> Tensor:
     """Return the pinned buffer, float64 (260,), of the comparisons that this thread starts."""
     return _result_buffers().sums
-
-
-def arm_result() -> None:
-    """Fill the result buffer with a marker, so that :func:`wait_result` sees when a kernel has written all of it.
-
-    Comparisons that this thread started before must be complete.
-    """
-    _result_buffers().words.fill(_PENDING)
-
-
-def wait_result(device: torch.device) -> Comparison:
-    """Return the comparison started since :func:`arm_result` as soon as it is written.
-
-    Later work on the current stream is not waited for. A caller that starts a comparison and does not take its result
-    must synchronize the stream, or the next call takes it.
-
-    Parameters
-    ----------
-    device : torch.device
-        GPU of the comparison.
-
-    Returns
-    -------
-    Comparison
-        The sums.
-    """
-    words = _result_buffers().words
-    while (words == _PENDING).any():
-        if torch.cuda.current_stream(device).query():  # raises if a kernel failed
-            break
-    return _read_result()
 
 
 def compare(
@@ -356,7 +315,7 @@ def compare(
 def start_comparison(
     c: Tensor, w: Tensor, product: Tensor, scales: tuple[Tensor, ...], bounds: tuple[float, float]
 ) -> None:
-    """Start :func:`compare` on the current stream; :func:`wait_result` returns its sums."""
+    """Start :func:`compare` on the current stream."""
     with device_of(c):
         at_once = num_sms(c.device.index)
         groups = _groups(c.shape[0], c.dtype, at_once)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cute_kernels.gemm.config import MAX_PLANES, MAX_PRODUCTS, GemmConfig, select_products
 from cute_kernels.gemm.cpu import cpu_backend, gemm_cpu
-from cute_kernels.gemm.cuda import can_emit_sum_of_squares, check_config, gemm_cuda, plan_gemm, sum_of_squares_size
+from cute_kernels.gemm.cuda import check_config, gemm_cuda, plan_gemm
 from cute_kernels.gemm.cutlass import check_backend, gemm_cutlass
 from cute_kernels.gemm.epilogue import run_problem
 from cute_kernels.gemm.int4 import Int4Matrix
@@ -114,23 +114,6 @@ def _check_integer_output(problem: GemmProblem) -> None:
         raise ValueError(f"K must be at most {MAX_PRODUCTS} for out_dtype torch.int32, got K = {k}; use torch.int64")
 
 
-def _check_sum_of_squares(problem: GemmProblem, squares: Tensor) -> None:
-    """Check that the kernel of a product emits its sum of squares, and that it fits `squares`."""
-    if problem.out_dtype != torch.float32 or problem.c is not None or problem.bias is not None:
-        raise ValueError(
-            f"sum_of_squares must be None unless out_dtype is torch.float32 without c and bias, got {problem.out_dtype}"
-        )
-    device, k = problem.device, problem.shape[2]
-    if device.type != "cuda" or not can_emit_sum_of_squares(k, problem.products, device):
-        raise ValueError(f"sum_of_squares must be None on {device} for K = {k}; use can_emit_sum_of_squares")
-    size, visible = sum_of_squares_size(device), squares.device == device or squares.is_pinned()
-    if squares.dtype != torch.float32 or squares.numel() < size or not squares.is_contiguous() or not visible:
-        raise ValueError(
-            f"sum_of_squares must be contiguous float32 of at least {size} elements, on {device} or pinned, got "
-            f"{squares.dtype} of {squares.numel()} on {squares.device}"
-        )
-
-
 def _check(
     a: Planes,
     b: Planes,
@@ -144,7 +127,6 @@ def _check(
     bias: Tensor | None,
     out: Tensor | None,
     out_dtype: torch.dtype,
-    sum_of_squares: Tensor | None = None,
 ) -> GemmProblem:
     """Return the checked product that the arguments of :func:`gemm` describe."""
     lhs, rhs = _check_planes(a, "a"), _check_planes(b, "b")
@@ -168,13 +150,11 @@ def _check(
     scale = float(alpha) * number_a * number_b
     packed = a if isinstance(a, Int4Matrix) else None, b if isinstance(b, Int4Matrix) else None
     problem = GemmProblem(
-        lhs, rhs, products, shift, row_scale, col_scale, scale, float(beta), c, bias, out_dtype, sum_of_squares,
+        lhs, rhs, products, shift, row_scale, col_scale, scale, float(beta), c, bias, out_dtype,
         packed=packed,
     )  # fmt: skip
     if problem.is_integer:
         _check_integer_output(problem)
-    if sum_of_squares is not None:
-        _check_sum_of_squares(problem, sum_of_squares)
     return problem
 
 
@@ -193,7 +173,6 @@ def gemm(
     bias: Tensor | None = None,
     out: Tensor | None = None,
     out_dtype: torch.dtype = torch.int32,
-    sum_of_squares: Tensor | None = None,
     config: GemmConfig | None = None,
     backend: str | None = None,
 ) -> Tensor:
@@ -232,9 +211,6 @@ def gemm(
         Output with contiguous rows, written in place.
     out_dtype : torch.dtype, default torch.int32
         int32 or int64 (one unscaled product), float16, bfloat16, float32, or float64 on a CPU.
-    sum_of_squares : Tensor, shape (sum_of_squares_size,), optional
-        Zeros in float32, on the GPU or pinned, for a float32 output without `c` and `bias`: the kernel writes partial
-        sums of ``||D||_F^2`` to it, one per warp. See ``can_emit_sum_of_squares`` in ``cute_kernels.gemm.cuda``.
     config : GemmConfig, optional
         Kernel config on a GPU; overrides kernel selection. Default: packed operands are unpacked to int8 first.
         ``NATIVE_INT4`` multiplies two packed operands by s4 instructions, from sm_80 to sm_89, where it has not run.
@@ -282,7 +258,7 @@ def gemm(
     tensor([[ 4.5000,  6.0000],
             [ 8.5000, 12.0000]])
     """
-    problem = _check(a, b, terms, shift, scale_a, scale_b, alpha, beta, c, bias, out, out_dtype, sum_of_squares)
+    problem = _check(a, b, terms, shift, scale_a, scale_b, alpha, beta, c, bias, out, out_dtype)
     if config is not None:
         check_config(problem, config)
     if backend is not None:

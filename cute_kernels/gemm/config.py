@@ -117,11 +117,9 @@ class GemmConfig(KernelConfig):
         CTAs of a cluster; they share the tiles of B by TMA multicast.
     band : int
         Rows of tiles, in units of the cluster's height, that are traversed column by column.
-    sum_of_squares : bool
-        Each warp also emits the sum of squares of its results (WGMMA, float32 without c).
     gated : bool
-        With `sum_of_squares`: the kernel returns at once unless the word before these sums is the number of levels
-        minus 1; each warp also emits the squares of its levels' magnitudes.
+        The kernel returns at once unless the first word of a gate is the number of levels minus 1; each warp also emits
+        the sums of squares of its results and of its levels' magnitudes (WGMMA, float32 without c).
     bits : int
         Width of the operands: 8, or 4 for one product of packed integers by s4 instructions (``"mma"``, native from
         sm_80 to sm_89). `tile_k` counts bytes. The latter has not run on a GPU and is never selected.
@@ -139,7 +137,6 @@ class GemmConfig(KernelConfig):
     ping_pong: bool = False
     cluster: int = 1
     band: int = 8
-    sum_of_squares: bool = False
     gated: bool = False
     bits: int = 8
 
@@ -164,7 +161,7 @@ class GemmConfig(KernelConfig):
 
     def box_rows(self, m: int, n: int) -> tuple[int, int]:
         """Return the rows of the TMA boxes of A and B: those of a tile, or of all there are if these are fewer."""
-        if self.sum_of_squares:  # rows that do not exist are zeros
+        if self.gated:  # rows that do not exist are zeros
             return self.tile_m, self.tile_n // self.cluster
         return min(self.tile_m, m), min(self.tile_n, n) if self.cluster == 1 else self.tile_n // self.cluster
 
@@ -174,7 +171,7 @@ class GemmConfig(KernelConfig):
         p = self.products
         shape = f"{self.tile_m}x{self.tile_n}x{self.tile_k}s{self.stages}"
         how = f"g{self.groups}{'pp' if self.ping_pong else ''}c{self.cluster}b{self.band}"
-        how += ("-gated" if self.gated else "-squares") if self.sum_of_squares else ""
+        how += "-gated" if self.gated else ""
         how += "-s4" if self.bits == 4 else ""
         kind = f"{p.planes_a}x{p.planes_b}l{p.levels}"
         return f"gemm-{self.kernel}-{kind}-{self.out}-{self.source}-{shape}-{how}"
@@ -202,7 +199,6 @@ class GemmConfig(KernelConfig):
             "kPingPong": self.ping_pong,
             "kCluster": self.cluster,
             "kBand": self.band,
-            "kSumOfSquares": self.sum_of_squares,
             "kGated": self.gated,
         }
 

@@ -154,32 +154,27 @@ def gated_gemm(
         If the GPU has no WGMMA kernels, or K takes several launches.
     """
     products = select_products(len(a), len(b), None)
-    if not can_emit_sum_of_squares(a[0].shape[1], products, out.device):
+    if not can_gate(a[0].shape[1], products, out.device):
         raise NotImplementedError(
             f"a on {out.device} must be on an sm_90 GPU with a K of one launch, got {a[0].shape[1]}"
         )
-    problem = GemmProblem(a, b, products, bits, *scales, 1.0, 0.0, None, None, torch.float32, gate, gated=True)
+    problem = GemmProblem(a, b, products, bits, *scales, 1.0, 0.0, None, None, torch.float32, gate)
     m, n, _ = problem.shape
     gemm_cuda(problem, out)
     with device_of(out):
         (part,) = parts(problem, out)
         config = select_config(problem, part, current_arch(), num_sms(out.device.index))
-        config = replace(config, sum_of_squares=True, gated=True)
+        config = replace(config, gated=True)
         return 4 * config.groups * _persistent_ctas(config, m, n, out.device.index)
 
 
 def gate_size(device: torch.device) -> int:
-    """Return the float32 elements of a gate."""
-    return 4 + 2 * sum_of_squares_size(device)
+    """Return the float32 elements of a gate: two for each warp of a persistent grid."""
+    return 4 + 2 * 8 * num_sms(device.index)
 
 
-def sum_of_squares_size(device: torch.device) -> int:
-    """Return the elements that ``gemm(sum_of_squares=...)`` needs: one per warp of a persistent grid."""
-    return 8 * num_sms(device.index)
-
-
-def can_emit_sum_of_squares(k: int, products: Products, device: torch.device) -> bool:
-    """Return whether a float32 product without `c` can emit its sum of squares: WGMMA kernels, a single launch."""
+def can_gate(k: int, products: Products, device: torch.device) -> bool:
+    """Return whether :func:`gated_gemm` takes a sum over `k`: WGMMA kernels, a single launch."""
     return current_arch() == "sm_90a" and k <= products.max_k // 128 * 128
 
 
@@ -210,7 +205,7 @@ def _launch(problem: GemmProblem, part: Part, config: GemmConfig, a: list[Rows],
     ]
     cluster = (config.cluster, 1, 1) if config.cluster > 1 else None
     grid = _persistent_ctas(config, m, n, kernel.device), 1, 1
-    kernel.launch(grid, (*maps, *result, pointer_of(problem.sum_of_squares)), cluster)
+    kernel.launch(grid, (*maps, *result, pointer_of(problem.gate)), cluster)
 
 
 class LaunchPlan(NamedTuple):
@@ -268,7 +263,7 @@ def gemm_cuda(problem: GemmProblem, out: Tensor, config: GemmConfig | None = Non
             chosen = select_config(problem, part, arch, sms)
             if config is not None:
                 chosen = replace(config, out=chosen.out, source=chosen.source)
-            if problem.sum_of_squares is not None:
-                chosen = replace(chosen, sum_of_squares=True, gated=problem.gated)
+            if problem.gate is not None:
+                chosen = replace(chosen, gated=True)
             _launch(problem, part, chosen, a, b)
     return out

@@ -139,7 +139,7 @@ def predict(m: int, n: int, k: int, terms: Products, arch: str, *, out: str = "i
     Examples
     --------
     >>> round(predict(4096, 4096, 4096, Products(1, 1, 1), "sm_90a", out="float16"))
-    95
+    92
     """
     _, cost = _cheapest(m, n, k, terms, arch, out, num_sms)
     return max(cost, LEAST_US + (m + n) * k / BYTES_PER_US)

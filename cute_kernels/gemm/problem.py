@@ -42,10 +42,8 @@ class GemmProblem:
         Added to each row.
     out_dtype : torch.dtype
         Dtype of the output.
-    sum_of_squares : Tensor, optional
-        float32, one element per warp: partial sums of ``||D||_F^2``; if `gated` a gate and two elements per warp.
-    gated : bool
-        Whether another kernel decides if the product runs; see :func:`cute_kernels.gemm.cuda.gated_gemm`.
+    gate : Tensor, optional
+        float32: another kernel decides by it if the product runs; see :func:`cute_kernels.gemm.cuda.gated_gemm`.
     packed : tuple of Int4Matrix or None
         Packed operands A and B; `a` or `b` then has their shape and no memory.
     """
@@ -61,8 +59,7 @@ class GemmProblem:
     c: Tensor | None
     bias: Tensor | None
     out_dtype: torch.dtype
-    sum_of_squares: Tensor | None = None
-    gated: bool = False
+    gate: Tensor | None = None
     packed: tuple[Int4Matrix | None, Int4Matrix | None] = (None, None)
 
     def unpacked(self) -> GemmProblem:

@@ -76,7 +76,7 @@ struct GroupGemm {
 // What the stage holds instead goes to results that are not written.
 template <class C>
 __device__ __forceinline__ int box_rows(int tile, int64_t rows) {
-  return C::kSumOfSquares || rows >= tile ? tile : int(rows);
+  return C::kGated || rows >= tile ? tile : int(rows);
 }
 
 // Stage of a K tile and parity of its barriers.
@@ -203,10 +203,10 @@ __device__ __forceinline__ void mma_tile(const GroupGemm<C>& gemm, typename Grou
   }
 }
 
-// `squares`: with C::kSumOfSquares, one float per warp of the grid; with C::kGated the gate, and per warp the sums of squares of the
-// results and of the sums of their levels' magnitudes.
+// `gate`: with C::kGated the gate, and per warp of the grid the sums of squares of the results and of the sums of their levels'
+// magnitudes.
 template <class C>
-__device__ void consumer_loop(const GroupGemm<C>& gemm, const GemmOutput<C>& to, int rank, int group, float* squares) {
+__device__ void consumer_loop(const GroupGemm<C>& gemm, const GemmOutput<C>& to, int rank, int group, float* gate) {
   using G = GroupGemm<C>;
   const int step = int(gridDim.x) / G::kCluster, count = gemm.scheduler.count();
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
@@ -240,24 +240,21 @@ __device__ void consumer_loop(const GroupGemm<C>& gemm, const GemmOutput<C>& to,
         write_fragment(to, accum[own], m + own * 64, n, lane, rows.scale[own], columns, [&](float x, float magnitude) {
           seen = fmaf(x, x, seen), levels = fmaf(magnitude, magnitude, levels);
         });
-      } else if constexpr (C::kSumOfSquares) {
+      } else if constexpr (C::kGated) {
         write_fragment(to, accum[own], m + own * 64, n, lane, rows.scale[own], columns, [&](float x) { seen = fmaf(x, x, seen); });
       } else {
         write_fragment(to, accum[own], m + own * 64, n, lane, rows.scale[own], columns);
       }
     }
   }
-  if constexpr (C::kSumOfSquares) {
+  if constexpr (C::kGated) {
     CUTE_UNROLL
-    for (int other = 16; other > 0; other /= 2) seen += __shfl_xor_sync(~0u, seen, other);
-    const int own = (int(blockIdx.x) * G::kGroups + group) * 4 + warp;
-    if constexpr (C::kGated) {
-      CUTE_UNROLL
-      for (int other = 16; other > 0; other /= 2) levels += __shfl_xor_sync(~0u, levels, other);
-      if (lane == 0) *reinterpret_cast<float2*>(squares + kGateWords + 2 * own) = make_float2(seen, C::kLevels > 1 ? levels : seen);
-    } else {
-      if (lane == 0) squares[own] = seen;
+    for (int other = 16; other > 0; other /= 2) {
+      seen += __shfl_xor_sync(~0u, seen, other);
+      levels += __shfl_xor_sync(~0u, levels, other);
     }
+    const int own = (int(blockIdx.x) * G::kGroups + group) * 4 + warp;
+    if (lane == 0) *reinterpret_cast<float2*>(gate + kGateWords + 2 * own) = make_float2(seen, C::kLevels > 1 ? levels : seen);
   }
 }
 
@@ -268,10 +265,10 @@ gemm_wgmma(const __grid_constant__ TmaDescriptor a0, const __grid_constant__ Tma
            const __grid_constant__ TmaDescriptor b1, const __grid_constant__ TmaDescriptor b2, int64_t k,
            typename C::Out* out, int64_t pitch, int64_t m, int64_t n, const float* row_scales, int64_t row_step,
            const float* col_scales, int64_t column_step, const float* bias, const typename C::Source* c, int64_t c_pitch,
-           int64_t vector, float alpha, float beta, float weight1, float weight2, float* squares) {
+           int64_t vector, float alpha, float beta, float weight1, float weight2, float* gate) {
   using G = GroupGemm<C>;
   if constexpr (C::kGated) {
-    if (*reinterpret_cast<const int*>(squares) != C::kLevels - 1) return;
+    if (*reinterpret_cast<const int*>(gate) != C::kLevels - 1) return;
   }
   extern __shared__ __align__(1024) uint8_t shared[];
   const int rank = G::kCluster == 1 ? 0 : int(cluster::rank());
@@ -302,7 +299,7 @@ gemm_wgmma(const __grid_constant__ TmaDescriptor a0, const __grid_constant__ Tma
     if (col_scales && column_step == 0) alpha *= __ldg(col_scales);
     const GemmOutput<C> to{out, c, row_step ? row_scales : nullptr, column_step ? col_scales : nullptr, bias, pitch, c_pitch,
                            int(m), int(n), alpha, beta, weight1, weight2, vector != 0};
-    consumer_loop(gemm, to, rank, group, squares);
+    consumer_loop(gemm, to, rank, group, gate);
   }
   if constexpr (G::kCluster > 1) cluster::sync();  // the other CTA writes to this CTA's shared memory
 }

@@ -15,14 +15,13 @@ from torch import Tensor
 
 from residual.cuda.check import FAR_SCALES, Check, usual_factor
 from residual.cuda.cost_model import H200, Sizes
-from residual.cuda.early_check import can_check_early, finish, is_read_at_once, start
 from residual.cuda.operand import HALF_RANGE, GpuOperand, gpu_operand, prepared_operand
 from residual.cuda.plans import COLUMN_SHARES, SPARSE_LEVELS, WAITING, GpuPlan
 from residual.cuda.predict import Forecast, forecast, forecast_of, quick, start_look
 from residual.cuda.products import run_plan
 from residual.cuda.search import EXACT_HALF, HALF, NOMINAL, Search, Wish, short, without_statistics, worth_predicting
 from residual.error.estimate import ErrorEstimate
-from residual.error.factor import CONFIDENCE, confidence
+from residual.error.factor import CONFIDENCE
 from residual.error.probes import PROBES
 from residual.operand.ieee import float_product
 from residual.operand.prepared import PreparedOperand
@@ -192,17 +191,6 @@ class _Call:
 
         `predicted`: the plan was chosen by statistics.
         """
-        sides = self.left, self.right
-        single = self.out_dtype == torch.float32 and all(side.given.dtype == torch.float32 for side in sides)
-        single = single and all(side.exponent is None and side.broken is None for side in sides)
-        early = single and can_check_early(plan, self.left.given.shape[1], self.device)
-        if early and is_read_at_once(self.left.given) and is_read_at_once(self.right.given.mT):
-            product = start(self.left, self.right, plan, check.vectors)
-            found, far = finish(product, confidence(attempt))
-            if far:
-                return None
-            if found is not None:
-                return product, found
         product = self._run(plan)
         judged = self._judge(check, plan, product, attempt, predicted)
         return None if judged is None else (product, judged)

@@ -3,15 +3,17 @@
 Nine launches, five with a prepared B, replayed where all addresses equal those of an earlier call; sums are on memory
 that each thread keeps per stream. What else a kind of call needs is made once: a record, found by shapes and options.
 Nothing waits until the verdict is read, and a CUDA graph can capture the launches. The pass over A bounds the errors of
-two rungs and picks one on the GPU. Where neither rung meets the tolerance, :mod:`residual.execute.run` goes on with the
-next one.
+two rungs and picks one on the GPU; a mode that was asked for is the only one that it may pick. Where no rung meets the
+tolerance, :mod:`residual.execute.run` goes on with the next one.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Hashable, Mapping
 from functools import lru_cache
+from itertools import takewhile
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -28,11 +30,15 @@ from residual.error.estimate import ErrorEstimate
 from residual.error.factor import CONFIDENCE, confidence, sharp_factor
 from residual.error.probes import Probes, draw
 from residual.options import Options
-from residual.planning.ladder import PLANES, Demand, Rung
+from residual.planning.ladder import Demand, Rung
 from residual.report import EMPTY, Attempt, Missed, Report
 
 _BITS = 8
-_PAIRS = {("direct", "full"): 2, ("full", "three_digit"): 3}  # the rungs of a pass, to digits per element
+# By a call's first digit rungs: digits per element of the pass that measures them, and which of its products may run.
+_PASSES = {
+    ("direct", "full"): (2, (True, True)), ("full", "three_digit"): (3, (True, True)),
+    ("direct",): (2, (True, False)), ("full",): (2, (False, True)),
+}  # fmt: skip
 _STATES = 8  # streams of a thread whose memory is kept
 _REPLAYS = 64  # kinds of calls, and sets of addresses, whose launches a thread keeps
 _UP = 1 + 2.0**-20  # norms in float32 are rounded up
@@ -58,24 +64,29 @@ class Measured(NamedTuple):
     tried: Missed
 
 
+def _served(rungs: tuple[Rung, ...]) -> tuple[int, tuple[bool, bool]]:
+    """Return digits per element of the pass that serves the first digit rungs, or 0, and which products may run."""
+    first = tuple(takewhile(lambda rung: rung.bits, rungs[:2]))
+    by_bytes = all(rung.bits == _BITS for rung in first)
+    return _PASSES.get(tuple(rung.mode for rung in first) if by_bytes else (), (0, (False, False)))
+
+
 def planes_of(rungs: tuple[Rung, ...]) -> int:
-    """Return the digits per element of the pass that serves the first two rungs, or 0.
+    """Return the digits per element of the pass that serves the first digit rungs, or 0.
 
     Examples
     --------
     >>> planes_of((Rung("direct", 8), Rung("full", 8), Rung("fp32"))), planes_of((Rung("fp32"),))
     (2, 0)
     """
-    if any(rung.bits != _BITS for rung in rungs[:2]):
-        return 0
-    return _PAIRS.get(tuple(rung.mode for rung in rungs[:2]), 0)  # type: ignore[arg-type]
+    return _served(rungs)[0]
 
 
 def _serves(shape: torch.Size, stride: tuple[int, ...], k: int, planes: int, device: torch.device) -> bool:
     """Return whether the kernels read a float32 operand and a sum over `k`."""
     if not (planes and device.type == "cuda" and 1 in stride and max(k, shape[1]) <= look.MOST_COLUMNS):
         return False
-    return gemm_cuda.can_emit_sum_of_squares(k, _products(planes), device)
+    return gemm_cuda.can_gate(k, _products(planes), device)
 
 
 @lru_cache
@@ -84,7 +95,7 @@ def _products(planes: int) -> Products:
 
 
 def rungs_to_pick(A: Tensor, B: Tensor, options: Options) -> tuple[Rung, ...]:
-    """Return the rungs of a call that this flow serves, or none: float32, two digit rungs, an sm_90 GPU."""
+    """Return the rungs of a call that this flow serves, or none: float32, one or two digit rungs, an sm_90 GPU."""
     if A.dtype != torch.float32 or B.dtype != torch.float32 or A.is_neg() or B.is_neg():
         return ()
     return _rungs(options, A.shape, A.stride(), B.shape, B.stride(), A.device)
@@ -155,7 +166,11 @@ class _Record:
     ) -> None:
         """`is_plain`: B is not prepared, and the probes follow from the seed."""
         assert options.tol is not None
-        self.rungs, self.tol, self.planes, self.device = rungs, options.tol, planes_of(rungs), A.device
+        self.rungs, self.tol, self.device = rungs, options.tol, A.device
+        self.planes, may_run = _served(rungs)
+        # a product that must not run is one whose rounding has no bound
+        low, high = (verdict.product_rounding(self.planes - 1 + i) if may_run[i] else math.inf for i in range(2))
+        self.roundings, self.first, self.count = (low, high), may_run.index(True), sum(may_run)
         self.state, self.factors = state, _factors(A.device)
         self.like = A.new_empty(1).expand(A.shape[0], B.shape[1])  # torch makes one like it in half the time
         self.probes = _drawn(B.shape[1], A.device, options.seed) if is_plain and options.seed is not None else None
@@ -167,7 +182,7 @@ class _Record:
         """Start a product; `right`: of a prepared B, else `probes` or those of the record."""
         product = torch.empty_like(self.like, memory_format=torch.contiguous_format)
         used = right.tensors if right is not None else () if probes is None else tuple(probes)
-        started = Started(product, words, self.rungs, self.tol)
+        started = Started(product, words, self)
         words.arm(started)
 
         def launch() -> tuple[Tensor, ...]:
@@ -213,9 +228,9 @@ class Started:
         The verdict, once the GPU has written it.
     """
 
-    def __init__(self, product: Tensor, words: Words, rungs: tuple[Rung, ...], tol: float) -> None:
-        self.product, self.words = product, words
-        self._rungs, self._tol = rungs[:2], tol
+    def __init__(self, product: Tensor, words: Words, record: _Record) -> None:
+        self.product, self.words, self._tol = product, words, record.tol
+        self._rungs, self._planes, self._first, self._count = record.rungs, record.planes, record.first, record.count
         self._numbers: list[float] | None = None
 
     def _read(self) -> list[float]:
@@ -233,15 +248,19 @@ class Started:
         found = verdict.read_verdict(self._read())
         if found.out_of_range:
             return Measured(None, EMPTY, ())
-        last = 0 if found.planes == PLANES[self._rungs[0].mode] else 1
-        errors = list(found.predicted[: last + 1])
+        first, errors = self._first, list(found.predicted)
+        last = first + self._count - 1
         if found.planes:
+            last = found.planes - self._planes + 1
             errors[last] = found.error, found.upper, found.noise
         tried = tuple(
-            (Attempt(str(rung), error, upper, noise), ErrorEstimate(error, upper, confidence(i), noise))
-            for i, (rung, (error, upper, noise)) in enumerate(zip(self._rungs, errors, strict=False))
+            (
+                Attempt(str(self._rungs[i - first]), *errors[i]),
+                ErrorEstimate(*errors[i][:2], confidence(i), errors[i][2]),
+            )
+            for i in range(first, last + 1)
         )
-        rung, attempts = self._rungs[last], tuple(attempt for attempt, _ in tried)
+        rung, attempts = self._rungs[last - first], tuple(attempt for attempt, _ in tried)
         report = Report(str(rung), *errors[last][:2], CONFIDENCE, rung.products, attempts)
         is_met = found.planes > 0 and found.upper <= self._tol
         return Measured(self.product, report, tried[:-1]) if is_met else Measured(None, report, tried)
@@ -329,8 +348,7 @@ def _launch(A: Tensor, right: RightPass, record: _Record, product: Tensor, words
     """Launch all behind the pass over B; the verdict goes to `words`."""
     planes, state = record.planes, record.state
     left = convert.digits(A, _BITS, planes, axis=1)
-    roundings = verdict.product_rounding(planes - 1), verdict.product_rounding(planes)
-    limits = look.LookLimits(record.tol, record.factors, roundings)
+    limits = look.LookLimits(record.tol, record.factors, record.roundings)
     look.look_left(A, right.vectors, left.scale, right.digits.scale, limits, state)
     scales = left.scale, right.digits.scale
     low, high = (

@@ -42,29 +42,24 @@ def _digit_product(
     terms: int = 1,
     alpha: float = 1.0,
     c: Tensor | None = None,
-    out: Tensor | None = None,
-    squares: Tensor | None = None,
 ) -> Tensor:
-    """``alpha a b + c`` (M, N) in float32 of rows ``a`` and columns ``b``, by so many products of their planes.
-
-    ``out``: where to, on a GPU and without ``c``; ``squares``: as of :func:`cute_kernels.gemm.api.gemm`.
-    """
+    """``alpha a b + c`` (M, N) in float32 of rows ``a`` and columns ``b``, by so many products of their planes."""
     from cute_kernels.gemm.api import gemm  # takes longer to import than this package
 
     def product(out: Tensor | None) -> Tensor:
         columns = tuple(plane.mT for plane in b.planes)  # (K, N) each
         return gemm(
             a.planes, columns, terms=terms, shift=shift, scale_a=a.scale, scale_b=b.scale, alpha=alpha,
-            beta=0.0 if c is None else 1.0, c=c, out=out, out_dtype=torch.float32, sum_of_squares=squares,
+            beta=0.0 if c is None else 1.0, c=c, out=out, out_dtype=torch.float32,
         )  # fmt: skip
 
     planes = (*a.planes, *b.planes)
     if c is not None or not planes[0].is_cuda or not all(_reads_in_place(plane) for plane in planes):
-        return product(out)
-    target = torch.empty(a.scale.shape[0], b.scale.shape[0], device=a.scale.device) if out is None else out  # (M, N)
+        return product(None)
+    target = torch.empty(a.scale.shape[0], b.scale.shape[0], device=a.scale.device)  # (M, N)
     places = tuple((plane.data_ptr(), plane.stride(0)) for plane in planes)
     kind = planes[0].shape, len(a.planes), target.shape, target.device, shift, terms, alpha
-    where = places, *(0 if x is None else x.data_ptr() for x in (a.scale, b.scale, target, squares))
+    where = places, *(x.data_ptr() for x in (a.scale, b.scale, target))
     _replays().run((kind, where), lambda: product(target))
     return target
 
@@ -82,17 +77,9 @@ def _reads_in_place(plane: Tensor) -> bool:
     return is_ready(plane)
 
 
-def of_digits(
-    plan: GpuPlan, left: GpuOperand, right: GpuOperand, out: Tensor | None = None, squares: Tensor | None = None
-) -> Tensor:
-    """The product (M, N) of a plan of :data:`COUNTS`; ``out``: where to, ``squares``: of its entries, on a GPU."""
-    planes, terms = COUNTS[plan.mode]
-    a, b = left.digits(plan.bits, planes), right.digits(plan.bits, planes)
-    return _digit_product(a, b, plan.bits, terms, out=out, squares=squares)
-
-
 def _dense(plan: GpuPlan, left: GpuOperand, right: GpuOperand, order: Tensor | None) -> Tensor:
-    return of_digits(plan, left, right)
+    planes, terms = COUNTS[plan.mode]
+    return _digit_product(left.digits(plan.bits, planes), right.digits(plan.bits, planes), plan.bits, terms)
 
 
 def _centered(plan: GpuPlan, left: GpuOperand, right: GpuOperand, order: Tensor | None) -> Tensor:

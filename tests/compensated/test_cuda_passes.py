@@ -135,6 +135,22 @@ def test_the_first_rung_within_the_tolerance_is_computed_and_its_bound_holds(tol
     assert len(report.attempts) == (2 if plan in ("int8 full", "int8 three_digit") and tol in (3e-3, 3e-5) else 1)
 
 
+@pytest.mark.parametrize(("mode", "tol"), [("direct", 3e-2), ("full", 3e-2)])
+def test_a_mode_that_was_asked_for_is_the_only_one_that_runs(mode: str, tol: float, host: None) -> None:
+    A, B = random(M, K, 1), random(K, N, 2)
+    made = start(A, B, Options(tol=tol, mode=mode)).outcome()
+    assert made.product is not None and made.tried == ()
+    assert [attempt.plan for attempt in made.report.attempts] == [made.report.plan] == [f"int8 {mode}"]
+    error = relative(made.product, A, B)
+    assert error <= made.report.upper <= tol and made.report.estimated_error == pytest.approx(error, rel=0.3)
+    assert (error < 1e-3) == (mode == "full")
+    missed = start(A, B, Options(tol=2e-5, mode=mode)).outcome()
+    assert missed.product is None and [attempt.plan for attempt, _ in missed.tried] == [f"int8 {mode}"]
+    assert missed.report.upper == missed.tried[0][0].upper > 2e-5
+    found = run.Begun(start(A, B, options := Options(tol=2e-5, mode=mode)), A, B, options, True).outcome()
+    assert isinstance(found.failure, ToleranceError) and found.report.plan == f"int8 {mode}"
+
+
 def test_a_call_is_nine_launches_and_five_with_a_prepared_operand(host: None) -> None:
     A, B, options = random(M, K, 1), random(K, N, 2), Options(tol=1e-2)
     first = start(A, B, options)
@@ -226,12 +242,18 @@ def test_float32_and_two_digit_rungs_are_served(monkeypatch: pytest.MonkeyPatch)
             return getattr(self.x, name)
 
     monkeypatch.setattr("residual.options.machine_of", lambda _: Machine(True, True))
-    monkeypatch.setattr(gemm_cuda, "can_emit_sum_of_squares", lambda *_: True)
+    monkeypatch.setattr(gemm_cuda, "can_gate", lambda *_: True)
     A, B = OnGpu(random(M, K, 1)), OnGpu(random(K, N, 2))
     assert passes.rungs_to_pick(A, B, Options(tol=1e-2))  # type: ignore[arg-type]
     for options in (
-        Options(mode="full"), Options(tol=1e-6), Options(tol=1e-2, bits=4),
-        Options(tol=1e-2, out_dtype=torch.float64), Options(tol=1e-2, rungs=("direct", "fp32")),
+        Options(tol=1e-2, mode="full"), Options(tol=1e-2, mode="direct", on_failure="fallback"),
+        Options(tol=1e-2, rungs=("direct", "fp32")),
+    ):  # fmt: skip
+        assert passes.rungs_to_pick(A, B, options), options  # type: ignore[arg-type]
+    for options in (
+        Options(mode="full"), Options(tol=1e-6), Options(tol=1e-2, bits=4), Options(tol=1e-2, mode="three_digit"),
+        Options(tol=1e-2, out_dtype=torch.float64), Options(tol=1e-2, rungs=("fp32", "direct")),
+        Options(tol=1e-2, rungs=("direct", "three_digit")),
     ):  # fmt: skip
         assert not passes.rungs_to_pick(A, B, options), options  # type: ignore[arg-type]
     assert not passes.rungs_to_pick(OnGpu(random(M, K, 1).half()), B, Options(tol=1e-2))  # type: ignore[arg-type]

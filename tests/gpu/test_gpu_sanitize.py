@@ -32,9 +32,6 @@ from cute_kernels.sddmm.panel import SddmmPanelConfig
 from cute_kernels.spmm.heuristics import SpmmKernel
 from magicube_cutlass.nn.dense.encode import encoded
 from magicube_cutlass.quantization.float_tensor import quantize_floats
-from residual.cuda import early_check
-from residual.cuda.operand import gpu_operand
-from residual.cuda.plans import GpuPlan
 from residual.matmul import matmul
 from tests.gpu.kernels.test_gpu_floats import LINES, exact, operand, run
 from tests.gpu.problems import (
@@ -247,21 +244,6 @@ def test_probes_and_comparison(shape: tuple[int, int]) -> None:
         assert torch.equal(tops, x.abs().amax(1 if lines == "rows" else 0)) and torch.equal(halves, x.half())
     assert probes.compare(x, w, y).product == pytest.approx(float(y.double().square().sum()), rel=1e-5)
     assert not np.isnan(probes.compare(x, w, product).gram).any()
-
-
-@needs_warp_groups
-@pytest.mark.parametrize("layout", ["rows", "columns"])
-def test_an_error_before_its_product(layout: str) -> None:
-    torch.manual_seed(2)
-    m, k, n = (48, 64, 80) if WHOLE else (45, 68, 77)
-    a, b, w = (torch.randn(s, device="cuda") for s in ((m, k), (k, n), (probes.PROBES, probes.padded(n))))
-    if layout == "columns":
-        a, b = a.mT.contiguous().mT, b.mT.contiguous().mT
-    C = early_check.start(gpu_operand(a), gpu_operand(b.mT), GpuPlan("direct", 8), w)
-    found, far = early_check.finish(C, 0.99)
-    exact = a.double() @ b.double()
-    assert found is not None and not far
-    assert found.relative == pytest.approx(float((C - exact).norm() / exact.norm()), rel=0.5)
 
 
 @needs_warp_groups

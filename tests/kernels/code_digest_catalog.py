@@ -30,7 +30,6 @@ from cute_kernels.double_sums import row_sums
 from cute_kernels.estimate import statistics
 from cute_kernels.estimate.config import ProbeConfig
 from cute_kernels.estimate.look import LookConfig
-from cute_kernels.estimate.remainder_probes import RemainderConfig
 from cute_kernels.estimate.verdict import VerdictConfig
 from cute_kernels.few_rows.decode import DecodeConfig
 from cute_kernels.few_rows.encode_e4m3 import EncodeConfig
@@ -120,13 +119,11 @@ def _gemm(arch: str) -> Iterator[Entry]:
     yield "gemm/CUTLASS", CUTLASS
     if arch == "sm_90a":
         for planes in (1, 2):
-            config = choose_gemm(4096, 4096, 4096, select_products(planes, planes, None), arch, out="float32")
-            yield f"gemm/planes={planes}x{planes} sums of squares", replace(config, sum_of_squares=True)
             portable = gemm_candidates(select_products(planes, planes, None), "sm_80")[0]
             yield f"gemm/planes={planes}x{planes} warps", replace(portable, out="float16")
         for planes, m in ((1, 4096), (2, 4096), (2, 64), (3, 4096)):
             config = choose_gemm(m, 4096, 4096, select_products(planes, planes, None), arch, out="float32")
-            yield f"gated gemm/planes={planes}x{planes} m={m}", replace(config, sum_of_squares=True, gated=True)
+            yield f"gated gemm/planes={planes}x{planes} m={m}", replace(config, gated=True)
 
 
 _KINDS = {
@@ -340,9 +337,6 @@ def _probes(arch: str) -> Iterator[Entry]:
     for x, groups in (("float32", 1), ("float16", 2)):
         yield f"probe/compare {x} groups={groups}", ProbeConfig("compare_rows", x, groups=groups)
     yield "probe/sum of comparisons", ProbeConfig("sum_comparison", "float32")
-    for side, kernel in (("B", "probe_rest"), ("A", "judge_rest")):
-        yield f"probe/remainder of {side} groups=1", RemainderConfig(kernel, False, 1)
-        yield f"probe/remainder of {side} transposed groups=2", RemainderConfig(kernel, True, 2)
 
 
 def _look(arch: str) -> Iterator[Entry]:

@@ -31,7 +31,6 @@ from magicube_cutlass.quantization import float_tensor
 from magicube_cutlass.quantization.group_tensor import quantize_groups
 from tests import helpers
 from tests.kernels.launch_cases_sparse import reals
-from tests.kernels.launch_fakes import MACHINES
 from tests.kernels.launch_recorder import Recorder
 
 FORMATS = tuple(floats.FORMATS)
@@ -108,10 +107,6 @@ def integers(recorder: Recorder, arch: str) -> None:
             _multiply(recorder, f"of long sums, {count} planes, {m}x{n}, {out}", a, b, out_dtype=out, bias=bias)
     for m, n, k in ((0, 8, 8), (8, 8, 0)):
         _multiply(recorder, f"empty {m}x{n}x{k}", planes(1, m, k), planes(1, k, n))
-    a, b = planes(1, 300, 512), planes(1, 512, 520, "column")
-    if arch == "sm_90a":
-        squares = torch.zeros(8 * MACHINES[arch].sms)
-        _multiply(recorder, "with squares", a, b, out_dtype=torch.float32, scale_a=reals(300), sum_of_squares=squares)
 
 
 def integers_by_config(recorder: Recorder, arch: str) -> None:

@@ -18,7 +18,6 @@ from cute_kernels.convert import digits as gemm_digits
 from cute_kernels.convert import quantize
 from cute_kernels.double_sums import row_sums
 from cute_kernels.estimate import look, probes, statistics, verdict
-from cute_kernels.estimate import remainder_probes as probes_rest
 from cute_kernels.gemm import cuda as gemm_cuda
 from magicube_cutlass.ops import torch_ops as library
 from tests.helpers import SCALES
@@ -119,23 +118,6 @@ def checks(recorder: Recorder) -> None:
         x = turned(x) if flip else x
         recorder.call(f"row sums {m}x{n}{', turned' if flip else ''}", lambda: row_sums.sum_rows(x, v, norms).squares,
                       x=x, v=v, n=norms)  # fmt: skip
-    for (m, k, n), flip in product(((40, 71, 33), (5000, 96, 300), (9000, 5000, 40)), (False, True)):
-        a, b, w = reals(m, k), reals(k, n), vectors(n)
-        a, b = (turned(a), turned(b)) if flip else (a, b)
-        scale_a, scale_b, middle = reals(m), reals(n), torch.zeros(2, 16, probes.padded(k))
-        if not all(_in_one(recorder, x) for x in (a, b)):
-            continue
-        key = f"{m}x{k}x{n}{', turned' if flip else ''}"
-        recorder.call(
-            f"probe_rest {key}", lambda: probes_rest.probe_remainder(b, w, scale_b, 8), b=b, w=w, scale=scale_b
-        )
-        recorder.call(f"judge_rest {key}",
-                      lambda: probes_rest.start_remainder_estimate(a, middle, scale_a, scale_b, 8, BOUNDS),
-                      a=a, vectors=middle, scale_a=scale_a, scale_b=scale_b)  # fmt: skip
-
-
-def _in_one(recorder: Recorder, x: Tensor) -> bool:
-    return recorder.run(lambda: probes.is_single_launch(x.shape, x.dtype, x.device))
 
 
 def looks(recorder: Recorder) -> None:

@@ -235,7 +235,8 @@ def test_a_result_does_not_depend_on_calls_before() -> None:
 
 
 def test_one_way_with_a_tolerance_waits_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    A, B = normal(512, 256).cuda(), normal(256, 384, seed=1).cuda()
+    A, B = normal(512, 256).cuda().bfloat16(), normal(256, 384, seed=1).cuda().bfloat16()
+    wide: dict[str, Any] = {"mode": "full", "tol": 1e-3, "out_dtype": torch.float32}
     held, looks = prepare(B, mode="full"), list[object]()
     see, look = flow.gpu_operand, flow.forecast
 
@@ -251,11 +252,11 @@ def test_one_way_with_a_tolerance_waits_once(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(flow, "forecast", never)
     for right in (held, B):
         looks.clear()
-        C = product(A, right, mode="full", tol=1e-3)
+        C = product(A, right, **wide)
         assert true_error(A, B, C) <= 1e-3 and set(looks) == {False}
     looks.clear()
     A[5] *= 2.0**-60  # far from one: looked for after all
-    C = product(A, held, mode="full", tol=1e-3)
+    C = product(A, held, **wide)
     assert looks == [False, True]
     assert true_error(A[5:6], B, C[5:6]) <= 1e-3
 

@@ -17,7 +17,7 @@ from cute_kernels.gemm.heuristics import candidates
 from cute_kernels.jit.device import current_arch
 
 GATED = [
-    replace(config, out="float32", sum_of_squares=True, gated=True)
+    replace(config, out="float32", gated=True)
     for planes in (1, 2, 3)
     for config in candidates(select_products(planes, planes, None), "sm_90a")
 ]

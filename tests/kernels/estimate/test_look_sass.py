@@ -27,7 +27,7 @@ LOOKS = [
 ]
 PACKS = [(LookConfig("look_probes"), "sm_90a"), (LookConfig("look_vectors", 3), "sm_90a")]
 GATED = [
-    (replace(candidates(select_products(planes, planes, None), "sm_90a")[i], out="float32", sum_of_squares=True, gated=True), "sm_90a")
+    (replace(candidates(select_products(planes, planes, None), "sm_90a")[i], out="float32", gated=True), "sm_90a")
     for planes, i in ((1, 0), (2, 0), (2, 1), (3, 0))
 ]  # fmt: skip
 Cases = dict[tuple[object, str], Future[Binary]]
