@@ -1,6 +1,6 @@
-// Pack a digit plane (rows, k) into K-major rows that start at multiples of 16 bytes.
+// Pack a digit plane (rows, k) into K-major rows `pitch` bytes apart, a multiple of 16.
 //
-// Formula: out[r, k] = x[r, k], zero in the padding of k.
+// Formula: out[r, k] = x[r, k], zero in what completes the last 16 bytes of k.
 // Architectures: sm_80 and later.
 // Work: pack_transposed: a CTA moves a tile of 128 rows x 64 k; pack_strided: a thread gathers 16 k of a row.
 // Pipeline: pack_transposed goes through swizzled shared memory with 16-byte accesses on both sides.

@@ -51,7 +51,7 @@ def pack_rows(plane: Tensor) -> Tensor:
     Returns
     -------
     Tensor, shape (rows, line_pitch(k))
-        Contiguous; the padding is zero.
+        Contiguous; of the padding, what completes 16 bytes is zero, and the rest is not written.
     """
     rows, k = plane.shape
     out = workspace.empty((rows, line_pitch(k)), torch.int8, plane.device)

@@ -150,9 +150,8 @@ def _check(
     scale = float(alpha) * number_a * number_b
     packed = a if isinstance(a, Int4Matrix) else None, b if isinstance(b, Int4Matrix) else None
     problem = GemmProblem(
-        lhs, rhs, products, shift, row_scale, col_scale, scale, float(beta), c, bias, out_dtype,
-        packed=packed,
-    )  # fmt: skip
+        lhs, rhs, products, shift, row_scale, col_scale, scale, float(beta), c, bias, out_dtype, packed=packed
+    )
     if problem.is_integer:
         _check_integer_output(problem)
     return problem

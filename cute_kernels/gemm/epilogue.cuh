@@ -113,7 +113,7 @@ struct ColumnFactors {
   }
 };
 
-// Scales of rows g and g + 8 of kBlocks blocks, kStep rows apart; (row, lane) as in write_fragment.
+// Scales of rows g and g + 8 of kBlocks blocks, `step` rows apart; (row, lane) as in write_fragment.
 template <class C, int kBlocks>
 struct RowFactors {
   float scale[kBlocks][2];

@@ -60,7 +60,7 @@ class Cluster:
     inside: float = 300e9
     between: float = 50e9
     latency: float = 15e-6
-    memory: float = 2.5e12
+    memory: float = 2.8e12
     sparse_rate: float = 0.25e15
     dense_rate: float = 1.2e15
     launch: float = 4e-6
