@@ -52,10 +52,10 @@ DECODERS = [
     ("int8", "bfloat16", "0x00800080", "0x00000000"),
     ("int8", "bfloat16", "kPower<Half>(7 - 6)", "kPower<Half>(6 - 6)"),
     ("int8", "float16", ", 0x64806480);  //", ", 0x64816481);  //"),
-    ("mxfp4", "bfloat16", "i % 4 * 0x101) << Half::kMantissa", "i % 3 * 0x101) << Half::kMantissa"),
+    ("mxfp4", "bfloat16", "0x4342 : 0x4140) * (1u << Half::kMantissa)", "0x4140 : 0x4140) * (1u << Half::kMantissa)"),
     ("nvfp4", "float16", "kLift - 9 - 9", "kLift - 9 - 8"),
-    ("int4_g16", "bfloat16", "i % 2 ? 0x3232 : 0x1010", "i % 2 ? 0x1010 : 0x1010"),
-    ("int8_g64_min", "float16", "0, 0x3232)", "0, 0x1010)"),
+    ("int4_g16", "bfloat16", "broadcast<Half, i % 2>", "broadcast<Half, 0>"),
+    ("int8_g64_min", "float16", "broadcast<Half, 1>", "broadcast<Half, 0>"),
     ("int8_g128", "float16", "__float2half2_rn(scale)", "__float2half2_rn(scale * 1.001f)"),  # of 64 rows
     ("e4m3_g128", "bfloat16", "kLift == 0 && (Scale::kSum ||", "Scale::kSum || (kLift == 0 &&"),
 ]
@@ -125,8 +125,13 @@ DENSE_BREACHES = [
         "first = block * kUnitRows",
         "another weight",
     ),
-    ("int8_g128", "scale *= __uint_as_float(scales[i]);", "{}", "another weight"),
-    ("e4m3_g128", "scale *= __uint_as_float(scales[i]);", "scale = __uint_as_float(scales[i]);", "another weight"),
+    ("int8_g128", "scale *= __uint_as_float(scales[row][i]);", "{}", "another weight"),
+    (
+        "e4m3_g128",
+        "scale *= __uint_as_float(scales[row][i]);",
+        "scale = __uint_as_float(scales[row][i]);",
+        "another weight",
+    ),
     ("int8", " + threadIdx.x / 128;", ";", "another weight"),
 ]
 
