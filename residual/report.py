@@ -121,7 +121,7 @@ def tolerance_error(
     text = f"no rung met tol={tol:g}; best: {attempt.plan}, {size}"
     if len(found) > 1:
         text += f" (measured: {', '.join(f'{each.plan} {each.estimated:.1e}' for each, _ in found)})"
-    if estimate.is_uncertain(tol):
+    if estimate.is_uncertain(tol) and estimate.cancellation < 1:
         text += f"; AB is below {max(estimate.cancellation, 1e-99):.0e} of |A||B|"
     if 2 * rounding_of(out_dtype) > tol:
         text += f"; {out_dtype} rounds by {rounding_of(out_dtype):.1e}, use out_dtype=torch.float32"
