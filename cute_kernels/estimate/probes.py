@@ -25,17 +25,12 @@ __all__ = [
     "Comparison",
     "can_emit_float16",
     "compare",
-    "grid",
-    "matrix_arguments",
     "padded",
     "probe",
     "probe_with_absmax",
     "probe_with_float16",
     "probeable",
     "readable",
-    "result_buffer",
-    "start_comparison",
-    "start_sum",
 ]
 
 _MAX_LENGTH = 2**30  # elements per row or column; indices are int32
@@ -112,12 +107,12 @@ def probeable(x: Tensor) -> bool:
     return readable(x) or (x.is_cuda and readable(x.mT))
 
 
-def matrix_arguments(x: Tensor) -> tuple[int, ...]:
+def _matrix_arguments(x: Tensor) -> tuple[int, ...]:
     """Return address, memory stride, rows, columns, and whether rows allow vector loads.
 
     Examples
     --------
-    >>> matrix_arguments(torch.zeros(4, 8))[1:]
+    >>> _matrix_arguments(torch.zeros(4, 8))[1:]
     (8, 4, 8, 1)
     """
     rows, columns = x.shape
@@ -186,7 +181,7 @@ def can_emit_float16(x: Tensor) -> bool:
     >>> can_emit_float16(torch.zeros(4, 8))  # not on a GPU
     False
     """
-    return readable(x) and x.dtype == torch.float32 and x.shape[1] % _RUN == 0 and matrix_arguments(x)[-1] == 1
+    return readable(x) and x.dtype == torch.float32 and x.shape[1] % _RUN == 0 and _matrix_arguments(x)[-1] == 1
 
 
 def probe_with_float16(x: Tensor, w: Tensor, axis: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -222,7 +217,7 @@ def _probe(x: Tensor, w: Tensor, axis: str, emit_float16: bool = False) -> tuple
     transposed, width = not readable(x), padded(x.shape[0])
     rows, columns = x.shape
     with device_of(x):
-        groups, tiles, splits = grid(x.shape, x.dtype, x.device.index)
+        groups, tiles, splits = _grid(x.shape, x.dtype, x.device.index)
         parts = workspace.empty((splits, PROBES, width), torch.float32, x.device)  # (splits, 16, padded(M))
         no_atomics = not axis or (axis == "rows" and splits == 1)  # else CTAs share the absmax of a slice
         size = {"rows": rows, "columns": columns}.get(axis, 0)
@@ -231,7 +226,7 @@ def _probe(x: Tensor, w: Tensor, axis: str, emit_float16: bool = False) -> tuple
 
         def launch() -> None:
             name = "probe_transposed" if transposed else "probe"
-            at, pitch, *_, vector = matrix_arguments(x.mT if transposed else x)
+            at, pitch, *_, vector = _matrix_arguments(x.mT if transposed else x)
             pointers = w.data_ptr(), w.shape[1], parts.data_ptr(), width, absmax.data_ptr()
             converted = 0 if half is None else half.data_ptr()
             get_kernel(ProbeConfig(name, REAL_DTYPES[x.dtype], axis, groups, emit_float16=emit_float16)).launch(
@@ -244,7 +239,7 @@ def _probe(x: Tensor, w: Tensor, axis: str, emit_float16: bool = False) -> tuple
 
 
 @lru_cache(maxsize=256)
-def grid(shape: torch.Size, dtype: torch.dtype, device: int) -> tuple[int, int, int]:
+def _grid(shape: torch.Size, dtype: torch.dtype, device: int) -> tuple[int, int, int]:
     """Return the grid of a pass: groups of 32 rows per CTA, tiles, CTAs that share the columns of a tile."""
     rows, columns = shape
     at_once = num_sms(device)
@@ -261,7 +256,7 @@ def _launch_key(x: Tensor, *others: Tensor) -> tuple[Hashable, ...]:
 
 
 class _ResultBuffer(threading.local):
-    """Pinned host memory to which a kernel writes the sums of one thread's comparison."""
+    """Pinned host memory to which a kernel writes the sums of one thread's comparison, float64 (260,)."""
 
     def __init__(self) -> None:
         self.sums = torch.empty(SUMS, dtype=torch.float64, pin_memory=True, device="cpu")
@@ -271,11 +266,6 @@ class _ResultBuffer(threading.local):
 def _result_buffers() -> _ResultBuffer:
     """Return the buffer of the calling thread."""
     return _ResultBuffer()
-
-
-def result_buffer() -> Tensor:
-    """Return the pinned buffer, float64 (260,), of the comparisons that this thread starts."""
-    return _result_buffers().sums
 
 
 def compare(
@@ -307,12 +297,12 @@ def compare(
     >>> compare(a @ b, w, probe(a, probe(b, w))).claimed > 0  # doctest: +SKIP
     True
     """
-    start_comparison(c, w, product, scales, bounds)
+    _start_comparison(c, w, product, scales, bounds)
     torch.cuda.current_stream(c.device).synchronize()
     return _read_result()
 
 
-def start_comparison(
+def _start_comparison(
     c: Tensor, w: Tensor, product: Tensor, scales: tuple[Tensor, ...], bounds: tuple[float, float]
 ) -> None:
     """Start :func:`compare` on the current stream."""
@@ -320,33 +310,28 @@ def start_comparison(
         at_once = num_sms(c.device.index)
         groups = _groups(c.shape[0], c.dtype, at_once)
         blocks = min(-(-product.shape[1] // (groups * TILE)), at_once)
-        parts, result = workspace.empty((blocks, SUMS), torch.float64, c.device), result_buffer()
+        parts, result = workspace.empty((blocks, SUMS), torch.float64, c.device), _result_buffers().sums
 
         def launch() -> None:
             pointers = [part for s in scales for part in (s.data_ptr(), s.numel())] + [0, 0] * (2 - len(scales))
             get_kernel(ProbeConfig("compare_rows", REAL_DTYPES[c.dtype], groups=groups)).launch(
                 (blocks, 1, 1),
                 (
-                    *matrix_arguments(c), w.data_ptr(), w.shape[1], product.data_ptr(), product.shape[1], *pointers,
+                    *_matrix_arguments(c), w.data_ptr(), w.shape[1], product.data_ptr(), product.shape[1], *pointers,
                     *(np.float32(bound) for bound in bounds), parts.data_ptr(),
                 ),
                 pdl=True,
             )  # fmt: skip
-            start_sum(parts)
+            get_kernel(ProbeConfig("sum_comparison", "float32")).launch(
+                (-(-SUMS // 32), 1, 1), (parts.data_ptr(), blocks, result.data_ptr()), pdl=True
+            )
 
         sizes = tuple(s.numel() for s in scales)
         _replays.run(("compare", *_launch_key(c, w, product, parts, *scales, result), sizes, bounds), launch)
 
 
-def start_sum(parts: Tensor) -> None:
-    """Start the sum of partial sums, float64 (CTAs, 260), into :func:`result_buffer`."""
-    get_kernel(ProbeConfig("sum_comparison", "float32")).launch(
-        (-(-SUMS // 32), 1, 1), (parts.data_ptr(), parts.shape[0], result_buffer().data_ptr()), pdl=True
-    )
-
-
 def _read_result() -> Comparison:
     """Return the comparison in the result buffer."""
-    sums = result_buffer().numpy()
+    sums = _result_buffers().sums.numpy()
     product_squares, claimed, result, out_of_range = sums[-4:].tolist()
     return Comparison(sums[:-4].reshape(PROBES, PROBES).copy(), product_squares, claimed, result, int(out_of_range))

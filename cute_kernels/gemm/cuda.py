@@ -169,7 +169,7 @@ def gated_gemm(
 
 
 def gate_size(device: torch.device) -> int:
-    """Return the float32 elements of a gate: two for each warp of a persistent grid."""
+    """Return the float32 elements of a gate: four, and two for each warp of a persistent grid."""
     return 4 + 2 * 8 * num_sms(device.index)
 
 
