@@ -11,6 +11,7 @@ import struct
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -27,10 +28,12 @@ HEADER = {"key": "k", "symbol": "_Z5probePi", "arch": "sm_80", "title": "probe",
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("MAGICUBE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(cache, "_in_memory", {})
-    return cache.directory()
+    find = toolchain.find
+    yield cache.directory()
+    find.cache_clear()  # a test may have moved the headers
 
 
 def stored(key: str = "k", binary: Binary = BINARY) -> Path:
