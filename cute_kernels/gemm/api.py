@@ -12,7 +12,7 @@ from cute_kernels.gemm.config import MAX_PLANES, MAX_PRODUCTS, GemmConfig, selec
 from cute_kernels.gemm.cpu import cpu_backend, gemm_cpu
 from cute_kernels.gemm.cuda import check_config, gemm_cuda, plan_gemm
 from cute_kernels.gemm.cutlass import check_backend, gemm_cutlass
-from cute_kernels.gemm.epilogue import run_problem
+from cute_kernels.gemm.epilogue import NUMBERS, activate, integers_of, run_problem
 from cute_kernels.gemm.int4 import Int4Matrix
 from cute_kernels.gemm.problem import GemmProblem, check_epilogue, check_float_tensor, check_output
 from cute_kernels.watch import watched
@@ -114,6 +114,22 @@ def _check_integer_output(problem: GemmProblem) -> None:
         raise ValueError(f"K must be at most {MAX_PRODUCTS} for out_dtype torch.int32, got K = {k}; use torch.int64")
 
 
+def _check_finish(problem: GemmProblem) -> None:
+    """Check what follows the sums: an activation of float results, and the scale of int8 ones."""
+    activation, out_scale, dtype = problem.activation, problem.out_scale, problem.out_dtype
+    if activation is not None and activation not in list(NUMBERS)[1:]:
+        raise ValueError(f"activation must be one of {', '.join(list(NUMBERS)[1:])} or None, got {activation!r}")
+    if activation is not None and problem.is_integer:
+        raise ValueError(f"activation must be None for out_dtype {dtype}, got {activation!r}")
+    if (out_scale is None) == (dtype == torch.int8):
+        got = "None" if out_scale is None else "a tensor"
+        raise ValueError(f"out_scale must be given for out_dtype torch.int8, and for no other, got {got} for {dtype}")
+    if out_scale is not None:
+        if out_scale.dtype != torch.float32:
+            raise TypeError(f"out_scale must be torch.float32, got {out_scale.dtype}")
+        check_float_tensor(out_scale, "out_scale", ((),), problem.device, False)
+
+
 def _check(
     a: Planes,
     b: Planes,
@@ -125,6 +141,8 @@ def _check(
     beta: float,
     c: Tensor | None,
     bias: Tensor | None,
+    activation: str | None,
+    out_scale: Tensor | None,
     out: Tensor | None,
     out_dtype: torch.dtype,
 ) -> GemmProblem:
@@ -150,8 +168,10 @@ def _check(
     scale = float(alpha) * number_a * number_b
     packed = a if isinstance(a, Int4Matrix) else None, b if isinstance(b, Int4Matrix) else None
     problem = GemmProblem(
-        lhs, rhs, products, shift, row_scale, col_scale, scale, float(beta), c, bias, out_dtype, packed=packed
-    )
+        lhs, rhs, products, shift, row_scale, col_scale, scale, float(beta), c, bias, out_dtype, activation, out_scale,
+        packed=packed,
+    )  # fmt: skip
+    _check_finish(problem)
     if problem.is_integer:
         _check_integer_output(problem)
     return problem
@@ -170,6 +190,8 @@ def gemm(
     beta: float = 0.0,
     c: Tensor | None = None,
     bias: Tensor | None = None,
+    activation: str | None = None,
+    out_scale: Tensor | None = None,
     out: Tensor | None = None,
     out_dtype: torch.dtype = torch.int32,
     config: GemmConfig | None = None,
@@ -177,7 +199,7 @@ def gemm(
 ) -> Tensor:
     """Multiply two integer matrices, given as digit planes.
 
-    ``D[m, n] = alpha s_a[m] s_b[n] sum_ij 2^(-shift (i + j)) sum_k a_i[m, k] b_j[k, n] + beta c[m, n] + bias[n]``.
+    ``D[m, n] = f(alpha s_a[m] s_b[n] sum_ij 2^(-shift (i + j)) sum_k a_i[m, k] b_j[k, n] + beta c[m, n] + bias[n])``.
     Each sum over k is exact, whatever K is. The sums of the levels ``i + j`` are added in float32, on a CPU in float64
     if the output is float64 or K is long. On a GPU, one kernel computes all levels. Implements the digit products of
     [1]_ and [2]_.
@@ -206,10 +228,16 @@ def gemm(
         Source of a float dtype; may be `out`.
     bias : Tensor, shape (N,), optional
         Added to each row; of a float dtype.
+    activation : {"relu", "gelu", "gelu_tanh", "silu"}, optional
+        f, computed in float32 before the result is rounded. Default: the identity.
+    out_scale : Tensor, shape (), optional
+        float32 scale of an int8 output, ``D / out_scale`` rounded to nearest and saturated, NaN to 0. The quotient is a
+        product with the rounded inverse: next to a tie, the integer may be the next one. On a GPU, GELU and SiLU of z
+        are then within ``2^-12 |z| + 4e-5`` before they are rounded.
     out : Tensor, shape (M, N), optional
         Output with contiguous rows, written in place.
     out_dtype : torch.dtype, default torch.int32
-        int32 or int64 (one unscaled product), float16, bfloat16, float32, or float64 on a CPU.
+        int32 or int64 (one unscaled product), int8 with `out_scale`, float16, bfloat16, float32, or float64 on a CPU.
     config : GemmConfig, optional
         Kernel config on a GPU; overrides kernel selection. Default: packed operands are unpacked to int8 first.
         ``NATIVE_INT4`` multiplies two packed operands by s4 instructions, from sm_80 to sm_89, where it has not run.
@@ -257,7 +285,7 @@ def gemm(
     tensor([[ 4.5000,  6.0000],
             [ 8.5000, 12.0000]])
     """
-    problem = _check(a, b, terms, shift, scale_a, scale_b, alpha, beta, c, bias, out, out_dtype)
+    problem = _check(a, b, terms, shift, scale_a, scale_b, alpha, beta, c, bias, activation, out_scale, out, out_dtype)
     if config is not None:
         check_config(problem, config)
     if backend is not None:
@@ -266,7 +294,14 @@ def gemm(
     def on_gpu(checked: GemmProblem, target: Tensor) -> Tensor:
         return gemm_cuda(checked, target, config) if backend is None else gemm_cutlass(checked, target)
 
-    return run_problem(problem, out, lambda checked: gemm_cpu(checked, MAX_PRODUCTS), on_gpu)
+    def on_cpu(checked: GemmProblem) -> Tensor:
+        return gemm_cpu(checked, MAX_PRODUCTS)
+
+    if problem.is_linear or (problem.device.type == "cuda" and 0 not in problem.shape):
+        return run_problem(problem, out, on_cpu, on_gpu)
+    y = activate(run_problem(problem.linear(), None, on_cpu, on_gpu), activation)  # (M, N)
+    y = y.to(out_dtype) if out_scale is None else integers_of(y, out_scale)
+    return y if out is None else out.copy_(y)
 
 
 def explain_gemm(a: Planes, b: Planes, *, terms: int | None = None, out_dtype: torch.dtype = torch.int32) -> GemmPlan:
@@ -303,7 +338,9 @@ def explain_gemm(a: Planes, b: Planes, *, terms: int | None = None, out_dtype: t
     >>> explain_gemm((a, a), (a.T, a.T), out_dtype=torch.float32).products
     3
     """
-    problem = _check(a, b, terms, 8, None, None, 1.0, 0.0, None, None, None, out_dtype)
+    device = (a if isinstance(a, (Tensor, Int4Matrix)) else a[0]).device
+    out_scale = torch.ones((), device=device) if out_dtype == torch.int8 else None
+    problem = _check(a, b, terms, 8, None, None, 1.0, 0.0, None, None, None, out_scale, None, out_dtype)
     if problem.device.type == "cpu":
         chunks = max(1, -(-problem.shape[2] // MAX_PRODUCTS))
         return GemmPlan(cpu_backend(problem, MAX_PRODUCTS), problem.products.number, chunks=chunks)

@@ -91,7 +91,14 @@ def select_config(problem: GemmProblem, part: Part, arch: str, num_sms: int) -> 
     m, n, _ = problem.shape
     source = "none" if part.c is None else str(part.c.dtype).removeprefix("torch.")
     out = str(part.out.dtype).removeprefix("torch.")
-    return choose(m, n, part.size, problem.products, arch, out=out, source=source, num_sms=num_sms)
+    chosen = choose(m, n, part.size, problem.products, arch, out=out, source=source, num_sms=num_sms)
+    return replace(chosen, activation=_activation(problem, part))
+
+
+def _activation(problem: GemmProblem, part: Part) -> str:
+    """What follows the sums of a launch, the last one's alone."""
+    is_last = part.first + part.size == problem.shape[2]
+    return problem.activation if is_last and problem.activation is not None else "none"
 
 
 _INT4_ARCHES = ("sm_80", "sm_86", "sm_87", "sm_88", "sm_89")
@@ -158,7 +165,7 @@ def gated_gemm(
         raise NotImplementedError(
             f"a on {out.device} must be on an sm_90 GPU with a K of one launch, got {a[0].shape[1]}"
         )
-    problem = GemmProblem(a, b, products, bits, *scales, 1.0, 0.0, None, None, torch.float32, gate)
+    problem = GemmProblem(a, b, products, bits, *scales, 1.0, 0.0, None, None, torch.float32, gate=gate)
     m, n, _ = problem.shape
     gemm_cuda(problem, out)
     with device_of(out):
@@ -194,7 +201,7 @@ def _launch(problem: GemmProblem, part: Part, config: GemmConfig, a: list[Rows],
             *(rows.pointer + first for rows in padded_a), *(rows.pitch for rows in padded_a),
             *(rows.pointer + first for rows in padded_b), *(rows.pitch for rows in padded_b),
         )  # fmt: skip
-        kernel.launch((config.tiles(m, n), 1, 1), (*operands, *result))
+        kernel.launch((config.tiles(m, n), 1, 1), (*operands, *result, pointer_of(problem.out_scale)))
         return
     rows_a, rows_b = config.box_rows(m, n)
     box_k = min(config.tile_k, 128)
@@ -205,7 +212,7 @@ def _launch(problem: GemmProblem, part: Part, config: GemmConfig, a: list[Rows],
     ]
     cluster = (config.cluster, 1, 1) if config.cluster > 1 else None
     grid = _persistent_ctas(config, m, n, kernel.device), 1, 1
-    kernel.launch(grid, (*maps, *result, pointer_of(problem.gate)), cluster)
+    kernel.launch(grid, (*maps, *result, pointer_of(problem.gate), pointer_of(problem.out_scale)), cluster)
 
 
 class LaunchPlan(NamedTuple):
@@ -262,7 +269,7 @@ def gemm_cuda(problem: GemmProblem, out: Tensor, config: GemmConfig | None = Non
         for part in parts(problem, out):
             chosen = select_config(problem, part, arch, sms)
             if config is not None:
-                chosen = replace(config, out=chosen.out, source=chosen.source)
+                chosen = replace(config, out=chosen.out, source=chosen.source, activation=chosen.activation)
             if problem.gate is not None:
                 chosen = replace(chosen, gated=True)
             _launch(problem, part, chosen, a, b)

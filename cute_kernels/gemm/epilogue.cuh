@@ -1,7 +1,8 @@
 // Epilogue of the dense products: accumulator fragments of a warp to rows of the output.
 //
-//   out = (total * row_scale) * col_scale + beta * c + bias,  total = sum of level l * 2^(-shift l)
+//   out = f((total * row_scale) * col_scale + beta * c + bias),  total = sum of level l * 2^(-shift l)
 //
+// f is the identity or an activation. Results of int8 are the nearest integers to out / out_scale, saturated.
 // All architectures from sm_80. A quad of lanes transposes its 8x8 blocks, so that a store is 16 bytes per lane. Each lane loads the
 // scales and the bias of a few columns before the sums are there, and the others get them by shuffles: loads between the stores took a
 // third of the time of a product of 384 inputs.
@@ -14,17 +15,26 @@
 #include <cuda/std/type_traits>
 #include <cute/config.hpp>
 
+#include "device/packed_int.cuh"
 #include "device/quad.cuh"
+#include "gemm/activation.cuh"
 
 namespace magicube {
 
 struct NoSource {};  // the type of an absent c
 
+// The activation of a config that has one.
+template <class C, class = void>
+constexpr int kActivationOf = kIdentity;
+template <class C>
+constexpr int kActivationOf<C, cuda::std::void_t<decltype(C::kActivation)>> = C::kActivation;
+
 template <class C>
 struct GemmOutput {
   using Out = typename C::Out;
   using Source = typename C::Source;
-  static constexpr bool kIntegral = cuda::std::is_integral_v<Out>;
+  static constexpr bool kQuantized = cuda::std::is_same_v<Out, int8_t>;
+  static constexpr bool kIntegral = cuda::std::is_integral_v<Out> && !kQuantized;
   static constexpr bool kFloatAccum = C::kFloatAccum;  // else exact int32
   static constexpr bool kHasSource = !cuda::std::is_same_v<Source, NoSource>;
 
@@ -37,6 +47,7 @@ struct GemmOutput {
   int m, n;
   float alpha, beta, weight1, weight2;  // alpha includes per-tensor scales
   bool vector;  // n % 8 == 0 and rows are 16-byte aligned
+  float per_out_scale;  // 1 / out_scale of int8 results
 
   __device__ float row_scale(int row) const { return row_scales && row < m ? alpha * __ldg(row_scales + row) : alpha; }
 
@@ -68,7 +79,9 @@ struct GemmOutput {
     }
   }
 
-  __device__ Out finish(uint32_t total, Source source, float row_scale, float col_scale, float bias) const {
+  using Result = cuda::std::conditional_t<kQuantized, int32_t, Out>;  // nearest integers are saturated when they are packed
+
+  __device__ Result finish(uint32_t total, Source source, float row_scale, float col_scale, float bias) const {
     if constexpr (kIntegral) {
       Out result = static_cast<int32_t>(total);
       if constexpr (kHasSource) result += source;
@@ -76,28 +89,32 @@ struct GemmOutput {
     } else {
       float result = __fmaf_rn(__uint_as_float(total) * row_scale, col_scale, bias);
       if constexpr (kHasSource) result = __fmaf_rn(beta, static_cast<float>(source), result);
-      if constexpr (cuda::std::is_same_v<Out, __half>) return __float2half_rn(result);
+      result = activate<kActivationOf<C>, kQuantized>(result);
+      if constexpr (kQuantized) return __float2int_rn(result * per_out_scale);
+      else if constexpr (cuda::std::is_same_v<Out, __half>) return __float2half_rn(result);
       else if constexpr (cuda::std::is_same_v<Out, __nv_bfloat16>) return __float2bfloat16_rn(result);
       else return result;
     }
   }
 };
 
-// Scales and bias of a warp's kColumns columns: lane l has columns 2 l and 2 l + 1 of every 64.
+// Scales and bias of a warp's kColumns columns: lane l has columns 2 l and 2 l + 1 of every 64. What is not there is 1 and 0. Integer
+// products shuffle it too: a compiler branches around each shuffle that depends on a condition. Those of floats have no registers for it.
 template <class C, int kColumns>
 struct ColumnFactors {
   static constexpr int kParts = (kColumns + 63) / 64;
   float scale[kParts][2], bias[kParts][2];
   bool scaled, biased;  // the same for all lanes
 
-  __device__ ColumnFactors(const GemmOutput<C>& to, int column, int lane) : scaled(to.col_scales), biased(to.bias) {
+  __device__ ColumnFactors(const GemmOutput<C>& to, int column, int lane)
+      : scaled(!C::kFloatAccum || to.col_scales), biased(!C::kFloatAccum || to.bias) {
     CUTE_UNROLL
     for (int part = 0; part < kParts; ++part) {
       CUTE_UNROLL
       for (int i = 0; i < 2; ++i) {
         const int at = column + 64 * part + 2 * lane + i;
-        scale[part][i] = scaled && at < to.n ? __ldg(to.col_scales + at) : 1.0f;
-        bias[part][i] = biased && at < to.n ? __ldg(to.bias + at) : 0.0f;
+        scale[part][i] = to.col_scales && at < to.n ? __ldg(to.col_scales + at) : 1.0f;
+        bias[part][i] = to.bias && at < to.n ? __ldg(to.bias + at) : 0.0f;
       }
     }
   }
@@ -137,20 +154,29 @@ __device__ __forceinline__ void load_quad(const Value* from, bool present, int r
   for (int i = 0; i < 8; ++i) to[i] = present && kQuadColumns[i] < remaining ? from[kQuadColumns[i]] : otherwise;
 }
 
-// Store one block per lane, 16 bytes at a time; (row, column) is the quad's corner.
+// Store one block per lane, 16 bytes at a time, or the 8 of int8; (row, column) is the quad's corner.
 template <class C>
 __device__ __forceinline__ void write_quad(const GemmOutput<C>& to, const typename C::Out (&pair)[8], int row, int column,
                                            int t) {
-  constexpr int kWords = 2 * int(sizeof(typename C::Out)) / 4;  // words of a pair of elements
+  constexpr bool kBytes = sizeof(typename C::Out) == 1;  // a pair is half a word
+  constexpr int kWords = kBytes ? 1 : 2 * int(sizeof(typename C::Out)) / 4;  // words of a pair of elements
   uint32_t word[kWords][4];
   CUTE_UNROLL
   for (int w = 0; w < kWords; ++w) {
     CUTE_UNROLL
-    for (int block = 0; block < 4; ++block) word[w][block] = reinterpret_cast<const uint32_t*>(pair + 2 * block)[w];
+    for (int block = 0; block < 4; ++block) {
+      if constexpr (kBytes) word[w][block] = reinterpret_cast<const uint16_t*>(pair)[block];
+      else word[w][block] = reinterpret_cast<const uint32_t*>(pair + 2 * block)[w];
+    }
     transpose_quad(word[w], t);
   }
   if (row >= to.m || column + 8 * t >= to.n) return;
-  auto* at = reinterpret_cast<uint4*>(to.out + int64_t{row} * to.pitch + column + 8 * t);
+  auto* to_row = to.out + int64_t{row} * to.pitch + column + 8 * t;
+  if constexpr (kBytes) {
+    *reinterpret_cast<uint2*>(to_row) = make_uint2(word[0][0] | word[0][1] << 16, word[0][2] | word[0][3] << 16);
+    return;
+  }
+  auto* at = reinterpret_cast<uint4*>(to_row);
   CUTE_UNROLL
   for (int w = 0; w < kWords; ++w) {
     uint32_t run[4];  // words 4w to 4w + 3 of the block's row, pair by pair
@@ -181,22 +207,32 @@ __device__ __forceinline__ void store_accumulators(const GemmOutput<C>& to, cons
   for (int first = 0; first < kRegisters / 4; first += 4) {
     const int own = column + 8 * first + 2 * t, present = to.n - own;
     float col_scale[8], bias[8];
-    factors.take(first, t, col_scale, bias);
+    if constexpr (!GemmOutput<C>::kIntegral) factors.take(first, t, col_scale, bias);
     CUTE_UNROLL
     for (int half = 0; half < 2; ++half) {
       const int at = row + g + 8 * half;
       Source source[8];
       if constexpr (GemmOutput<C>::kHasSource)
         load_quad(to.c + int64_t{at} * to.c_pitch + own, at < to.m, present, Source(0), source);
-      alignas(16) Out pair[8];
+      typename GemmOutput<C>::Result result[8];
       CUTE_UNROLL
       for (int i = 0; i < 8; ++i) {
         const int r = 4 * (first + i / 2) + 2 * half + i % 2;
-        pair[i] = to.finish(accum[0][r], source[i], row_scale[half], col_scale[i], bias[i]);
+        result[i] = to.finish(accum[0][r], source[i], row_scale[half], col_scale[i], bias[i]);
         if constexpr (kTakesMagnitudes<C, Visitor>) {
-          visitor(pair[i], __uint_as_float(accum[1][r]) * fabsf(row_scale[half] * col_scale[i]));
+          visitor(result[i], __uint_as_float(accum[1][r]) * fabsf(row_scale[half] * col_scale[i]));
         } else {
-          visitor(pair[i]);
+          visitor(result[i]);
+        }
+      }
+      alignas(16) Out pair[8];
+      CUTE_UNROLL
+      for (int i = 0; i < 8; i += 2) {
+        if constexpr (GemmOutput<C>::kQuantized) {
+          const uint32_t both = pack_nearest<8, true>(result[i], result[i + 1], 0);
+          pair[i] = Out(both), pair[i + 1] = Out(both >> 8);
+        } else {
+          pair[i] = result[i], pair[i + 1] = result[i + 1];
         }
       }
       if constexpr (kVector) {

@@ -1,12 +1,13 @@
-"""Host half of ``gemm/epilogue.cuh``: scales, source and bias of a dense product, and where it is written."""
+"""Host half of ``gemm/epilogue.cuh``: scales, source, bias, activation, and where a dense product is written."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple, Protocol, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from cute_kernels.operands import ALIGNMENT
 
@@ -40,6 +41,36 @@ class DenseProblem(Protocol):
 
 
 Problem = TypeVar("Problem", bound=DenseProblem)
+_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": torch.relu,
+    "gelu": nn.functional.gelu,
+    "gelu_tanh": partial(nn.functional.gelu, approximate="tanh"),
+    "silu": nn.functional.silu,
+}
+NUMBERS = {"none": 0} | {name: i for i, name in enumerate(_FUNCTIONS, 1)}  # as in gemm/activation.cuh
+
+
+def activate(x: Tensor, activation: str | None) -> Tensor:
+    """Return f(x) by torch; `activation` as for :func:`cute_kernels.gemm.gemm`.
+
+    Examples
+    --------
+    >>> activate(torch.tensor([-1.0, 2.0]), "relu")
+    tensor([0., 2.])
+    """
+    return x if activation is None else _FUNCTIONS[activation](x)
+
+
+def integers_of(x: Tensor, out_scale: Tensor) -> Tensor:
+    """Return the nearest integers to float32 or float64 `x` over a scale (), saturated to int8; 0 for NaN.
+
+    Examples
+    --------
+    >>> integers_of(torch.tensor([0.26, -90.0, float("nan")]), torch.tensor(0.1))
+    tensor([   3, -128,    0], dtype=torch.int8)
+    """
+    near = (x * out_scale.to(x.dtype).reciprocal()).round().clamp(-128, 127)
+    return near.nan_to_num(0.0).to(torch.int8)
 
 
 def run_problem(

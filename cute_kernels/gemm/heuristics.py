@@ -35,16 +35,16 @@ _ONE, _TWO, _THREE = Products(1, 1, 1), Products(2, 2, 2), Products(3, 3, 3)
 _PING_PONG = GemmConfig("wgmma", _ONE, "int32", stages=6, ping_pong=True)
 _TILES = {
     1: [
-        (_shared(_ONE, 64, 32, 256, 8), Cost(1.522, 0.882, 0.395), Cost(1.787, 0.494, 0.408)),
-        (_shared(_ONE, 64, 64, 256), Cost(1.39, 1.037, 0.236), Cost(1.526, 0.962, 0.252)),
-        (_shared(_ONE, 64, 64, 128), Cost(1.496, 0.972, 0.252), Cost(1.051, 1.467, 0.277)),  # two CTAs an SM
-        (_shared(_ONE, 128, 64, 128, 8), Cost(1.336, 1.276, 0.191), Cost(1.313, 1.898, 0.191)),
-        (_shared(_ONE, 128, 128, 128), Cost(1.428, 2.008, 0.151), Cost(1.104, 3.185, 0.151)),
-        (_shared(_ONE, 128, 192, 128, 5), Cost(1.444, 2.546, 0.15), Cost(0.479, 4.906, 0.15)),
-        (_shared(_ONE, 128, 224, 128, 5), Cost(1.662, 2.573, 0.151), Cost(1.01, 4.797, 0.159)),
-        (replace(_PING_PONG, tile_m=64, tile_n=192, stages=7), Cost(2.536, 1.028, 0.153), Cost(0.817, 2.699, 0.17)),
-        (_PING_PONG, Cost(2.754, 1.368, 0.146), Cost(1.685, 3.091, 0.149)),
-        (replace(_PING_PONG, cluster=2), Cost(3.551, 1.391, 0.15), Cost(2.789, 2.953, 0.149)),
+        (_shared(_ONE, 64, 32, 256, 8), Cost(1.537, 0.695, 0.401), Cost(1.787, 0.494, 0.408)),
+        (_shared(_ONE, 64, 64, 256), Cost(1.385, 0.843, 0.246), Cost(1.526, 0.962, 0.252)),
+        (_shared(_ONE, 64, 64, 128), Cost(1.419, 0.869, 0.257), Cost(1.051, 1.467, 0.277)),  # two CTAs an SM
+        (_shared(_ONE, 128, 64, 128, 8), Cost(1.316, 1.117, 0.195), Cost(1.313, 1.898, 0.191)),
+        (_shared(_ONE, 128, 128, 128), Cost(1.328, 1.823, 0.154), Cost(1.104, 3.185, 0.151)),
+        (_shared(_ONE, 128, 192, 128, 5), Cost(1.242, 2.43, 0.15), Cost(0.479, 4.906, 0.15)),
+        (_shared(_ONE, 128, 224, 128, 5), Cost(1.34, 2.393, 0.156), Cost(1.01, 4.797, 0.159)),
+        (replace(_PING_PONG, tile_m=64, tile_n=192, stages=7), Cost(2.018, 0.99, 0.158), Cost(0.817, 2.699, 0.17)),
+        (_PING_PONG, Cost(2.139, 1.211, 0.149), Cost(1.685, 3.091, 0.149)),
+        (replace(_PING_PONG, cluster=2), Cost(2.599, 1.264, 0.153), Cost(2.789, 2.953, 0.149)),
     ],
     2: [
         (config, cost, cost)
@@ -78,7 +78,7 @@ def _wgmma(products: Products, out: str = "int32") -> list[tuple[GemmConfig, Cos
     for tile, narrow, wide in _TILES[products.levels]:
         config = replace(tile, products=products)
         most = (_SMEM_BYTES - 1024 - 16 * 8) // config.stage_bytes
-        cost = narrow if out.endswith("float16") else wide
+        cost = narrow if out.endswith("float16") or out == "int8" else wide
         found.append((replace(config, stages=min(tile.stages, most)), cost))
     return found
 

@@ -118,7 +118,7 @@ gemm_mma(const uint8_t* a0, const uint8_t* a1, const uint8_t* a2, int64_t pitch_
          const uint8_t* b0, const uint8_t* b1, const uint8_t* b2, int64_t pitch_b0, int64_t pitch_b1, int64_t pitch_b2,
          int64_t k, typename C::Out* out, int64_t pitch, int64_t m, int64_t n, const float* row_scales, int64_t row_step,
          const float* col_scales, int64_t column_step, const float* bias, const typename C::Source* c, int64_t c_pitch,
-         int64_t vector, float alpha, float beta, float weight1, float weight2) {
+         int64_t vector, float alpha, float beta, float weight1, float weight2, const float* out_scale) {
   using G = WarpGemm<C>;
   extern __shared__ __align__(1024) uint8_t shared[];
   const TileScheduler<C::kBand> scheduler{int((m + G::kTileM - 1) / G::kTileM), int((n + G::kTileN - 1) / G::kTileN)};
@@ -151,7 +151,8 @@ gemm_mma(const uint8_t* a0, const uint8_t* a1, const uint8_t* a2, int64_t pitch_
   if (row_scales && row_step == 0) alpha *= __ldg(row_scales);
   if (col_scales && column_step == 0) alpha *= __ldg(col_scales);
   const GemmOutput<C> to{out, c, row_step ? row_scales : nullptr, column_step ? col_scales : nullptr, bias, pitch, c_pitch, int(m),
-                         int(n), alpha, beta, weight1, weight2, vector != 0};
+                         int(n), alpha, beta, weight1, weight2, vector != 0,
+                         GemmOutput<C>::kQuantized ? 1.0f / __ldg(out_scale) : 0.0f};
   CUTE_UNROLL
   for (int block = 0; block < G::kBlocks; ++block) {
     write_fragment(to, accum[block], tile_row * G::kTileM + row + 16 * block, tile_column * G::kTileN + column, lane);

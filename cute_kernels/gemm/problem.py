@@ -42,6 +42,10 @@ class GemmProblem:
         Added to each row.
     out_dtype : torch.dtype
         Dtype of the output.
+    activation : str or None
+        Applied to all that is added.
+    out_scale : Tensor or None, shape ()
+        Scale of an int8 output.
     gate : Tensor, optional
         float32: another kernel decides by it if the product runs; see :func:`cute_kernels.gemm.cuda.gated_gemm`.
     packed : tuple of Int4Matrix or None
@@ -59,6 +63,8 @@ class GemmProblem:
     c: Tensor | None
     bias: Tensor | None
     out_dtype: torch.dtype
+    activation: str | None = None
+    out_scale: Tensor | None = None
     gate: Tensor | None = None
     packed: tuple[Int4Matrix | None, Int4Matrix | None] = (None, None)
 
@@ -82,6 +88,16 @@ class GemmProblem:
     def is_integer(self) -> bool:
         """Whether the output holds the unscaled integer sum."""
         return self.out_dtype in INTEGER_DTYPES
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether nothing follows the sums."""
+        return self.activation is None and self.out_scale is None
+
+    def linear(self) -> GemmProblem:
+        """Return the product before activation and rounding to int8."""
+        dtype = torch.float64 if self.out_dtype == torch.float64 else torch.float32
+        return replace(self, activation=None, out_scale=None, out_dtype=dtype)
 
 
 def check_float_tensor(
@@ -139,7 +155,7 @@ def check_output(
         If the shape, the device or the memory strides of `out` do not fit.
     """
     floats = (*HALF_DTYPES, torch.float32, *((torch.float64,) if device.type == "cpu" else ()))
-    known = (*INTEGER_DTYPES, *floats) if integers else floats
+    known = (torch.int8, *INTEGER_DTYPES, *floats) if integers else floats
     if dtype not in known:
         raise TypeError(f"out_dtype on {device} must be one of {', '.join(map(str, known))}, got {dtype}")
     if out is None:

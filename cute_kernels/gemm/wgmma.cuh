@@ -265,7 +265,7 @@ gemm_wgmma(const __grid_constant__ TmaDescriptor a0, const __grid_constant__ Tma
            const __grid_constant__ TmaDescriptor b1, const __grid_constant__ TmaDescriptor b2, int64_t k,
            typename C::Out* out, int64_t pitch, int64_t m, int64_t n, const float* row_scales, int64_t row_step,
            const float* col_scales, int64_t column_step, const float* bias, const typename C::Source* c, int64_t c_pitch,
-           int64_t vector, float alpha, float beta, float weight1, float weight2, float* gate) {
+           int64_t vector, float alpha, float beta, float weight1, float weight2, float* gate, const float* out_scale) {
   using G = GroupGemm<C>;
   if constexpr (C::kGated) {
     if (*reinterpret_cast<const int*>(gate) != C::kLevels - 1) return;
@@ -298,7 +298,8 @@ gemm_wgmma(const __grid_constant__ TmaDescriptor a0, const __grid_constant__ Tma
     if (row_scales && row_step == 0) alpha *= __ldg(row_scales);
     if (col_scales && column_step == 0) alpha *= __ldg(col_scales);
     const GemmOutput<C> to{out, c, row_step ? row_scales : nullptr, column_step ? col_scales : nullptr, bias, pitch, c_pitch,
-                           int(m), int(n), alpha, beta, weight1, weight2, vector != 0};
+                           int(m), int(n), alpha, beta, weight1, weight2, vector != 0,
+                           GemmOutput<C>::kQuantized ? 1.0f / __ldg(out_scale) : 0.0f};
     consumer_loop(gemm, to, rank, group, gate);
   }
   if constexpr (G::kCluster > 1) cluster::sync();  // the other CTA writes to this CTA's shared memory

@@ -5,8 +5,11 @@ from __future__ import annotations
 from cute_kernels.jit.compiler import Unit
 
 # name of an output's dtype -> its C++ type, and its bytes
-OUT_TYPES = {"int32": "int", "int64": "int64_t", "float32": "float", "float16": "__half", "bfloat16": "__nv_bfloat16"}
-OUT_BYTES = {"int32": 4, "int64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
+OUT_TYPES = {
+    "int8": "int8_t", "int32": "int", "int64": "int64_t", "float32": "float", "float16": "__half",
+    "bfloat16": "__nv_bfloat16",
+}  # fmt: skip
+OUT_BYTES = {"int8": 1, "int32": 4, "int64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 PORTABLE_CLUSTER = 8  # CTAs of a cluster that every GPU with clusters takes
 
 

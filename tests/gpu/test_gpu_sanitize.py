@@ -310,6 +310,21 @@ def test_dense_product_of_digits(config: GemmConfig) -> None:
     assert torch.allclose(found.cpu(), want, rtol=1e-6, atol=1e-4)
 
 
+@needs_warp_groups
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_80"])
+def test_dense_product_that_ends_in_integers(arch: str) -> None:
+    config = gemm_candidates(Products(1, 1, 1), arch)[-1]
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randint(-99, 99, shape, generator=generator).to(torch.int8) for shape in ((270, 304), (304, 203)))
+    rows, scale = torch.rand(270) / 1e4, torch.tensor(0.01)
+    found = gemm(
+        a.cuda(), b.cuda(), scale_a=rows.cuda(), activation="gelu", out_scale=scale.cuda(), out_dtype=torch.int8,
+        config=config,
+    )  # fmt: skip
+    want = gemm(a, b, scale_a=rows, activation="gelu", out_scale=scale, out_dtype=torch.int8)
+    assert int((found.cpu().int() - want.int()).abs().max()) <= 1
+
+
 @pytest.mark.parametrize("shape", [(3, 200), (70, 130)])
 def test_sums_in_double(shape: tuple[int, int]) -> None:
     x, v, norms = (

@@ -13,6 +13,7 @@ from cute_kernels.gemm import NATIVE_INT4, Int4Matrix
 from cute_kernels.gemm.api import _check, explain_gemm, gemm
 from cute_kernels.gemm.config import MAX_PRODUCTS, GemmConfig, Products, select_products
 from cute_kernels.gemm.cuda import gemm_cuda
+from cute_kernels.gemm.epilogue import activate
 from cute_kernels.gemm.heuristics import candidates
 from cute_kernels.jit import get_kernel
 
@@ -61,7 +62,8 @@ def total(a: list[Tensor], b: list[Tensor], products: Products, shift: int = 8) 
 
 def run(a: Any, b: Any, config: GemmConfig, out: Tensor, **options: Any) -> Tensor:
     """The product by one config, whatever would be chosen."""
-    given = {"shift": 8, "scale_a": None, "scale_b": None, "alpha": 1.0, "beta": 0.0, "c": None, "bias": None} | options
+    given = {"shift": 8, "scale_a": None, "scale_b": None, "alpha": 1.0, "beta": 0.0, "c": None, "bias": None}
+    given |= {"activation": None, "out_scale": None} | options
     return gemm_cuda(_check(a, b, config.products.number, **given, out=out, out_dtype=out.dtype), out, config)
 
 
@@ -200,6 +202,50 @@ def test_graphs_and_other_streams() -> None:
     out.zero_()
     graph.replay()
     assert torch.equal(out, (a.double() @ b.double()).int())
+
+
+@pytest.mark.parametrize("config", every(SINGLE, "int8"), ids=named)
+def test_each_kernel_ends_in_integers_by_a_scale(config: GemmConfig) -> None:
+    scale = torch.tensor(0.02, device="cuda")
+    for m, k, n in SHAPES:
+        a, b = [ints(m, k, 1)], [ints(k, n, 2).t().contiguous().t()]
+        rows, columns = torch.rand(m, device="cuda") / k**0.5 / 1e4, torch.rand(n, device="cuda")
+        bias = torch.randn(n, device="cuda")
+        exact = total(a, b, SINGLE) * rows.double()[:, None] * columns.double() + bias.double()
+        for left, width in ((1, n + 3), (16, n + 16 + -n % 16)):  # rows of the output lie unaligned, and aligned
+            around = torch.full((m + 2, left + width), 99, dtype=torch.int8, device="cuda")
+            out = around[1 : m + 1, left : left + n]
+            options = {"scale_a": rows, "scale_b": columns, "bias": bias, "out_scale": scale}
+            run(a, b, config, out, **options, activation="gelu")
+            near = out.double() - (torch.nn.functional.gelu(exact) / scale.double()).clamp(-128, 127)
+            bound = 0.5 + 1e-3 + (2.0**-12 * exact.abs() + 4e-5) / float(scale)
+            assert bool((near.abs() <= bound).all())
+            around[1 : m + 1, left : left + n] = 99
+            assert bool((around == 99).all())
+
+
+@pytest.mark.parametrize("activation", ["relu", "gelu", "gelu_tanh", "silu"])
+@pytest.mark.parametrize("out", [torch.float32, torch.bfloat16])
+def test_an_activation_follows_the_sums(activation: str, out: torch.dtype) -> None:
+    a, b = ints(300, 520, 1), ints(520, 144, 2)
+    rows, bias = torch.rand(300, device="cuda") / 2e5, torch.randn(144, device="cuda")
+    c = torch.randn(300, 144, device="cuda")
+    options: dict[str, Any] = {"scale_a": rows, "bias": bias, "c": c, "beta": 0.5}
+    plain = gemm(a, b, **options, out_dtype=torch.float32)
+    want = activate(plain.double(), activation)
+    got = gemm(a, b, **options, activation=activation, out_dtype=out)
+    bound = 4e-7 * want.abs().clamp_min(1.0) + torch.finfo(out).eps * want.abs()
+    assert bool(((got.double() - want).abs() <= bound).all())
+
+
+def test_only_the_last_part_of_a_long_sum_is_finished() -> None:
+    k = 2 * MAX_PRODUCTS
+    a, b = ints(32, k, 1), ints(k, 64, 2)
+    scale = torch.tensor(0.05, device="cuda")
+    exact = total([a], [b], SINGLE) / 1e6
+    got = gemm(a, b, alpha=1e-6, activation="silu", out_scale=scale, out_dtype=torch.int8)
+    near = got.double() - (torch.nn.functional.silu(exact) / scale.double()).clamp(-128, 127)
+    assert bool((near.abs() <= 0.51 + 2.0**-12 * exact.abs() / float(scale)).all())
 
 
 def test_products_of_nothing() -> None:

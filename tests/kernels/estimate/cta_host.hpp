@@ -58,6 +58,10 @@ inline double __fma_rn(double a, double b, double c) { return std::fma(a, b, c);
 inline double __dadd_rn(double a, double b) { return a + b; }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __frcp_rn(float a) { return 1.0f / a; }
+inline float __expf(float x) { return std::exp2(x * 1.44269504f); }
+inline int __float2int_rn(float x) {
+  return x != x ? 0 : x >= 0x1p31f ? INT32_MAX : x <= -0x1p31f ? INT32_MIN : int(std::nearbyint(x));
+}
 float __fdiv_ru(float, float);
 float __fmul_ru(float, float);
 inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selector) {
@@ -312,6 +316,12 @@ void mma_bytes(uint32_t (&sum)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t
   __syncwarp();
 }
 inline void pdl_wait() {}
+inline float reciprocal_of_normal(float x) { return 1.0f / x; }
+inline float tanh_of(float x) { return std::tanh(x); }
+inline float at_least(float x, float low) { return x < low ? low : x; }
+template <int, bool> uint32_t pack_nearest(int low, int high, uint32_t) {
+  return (min(max(low, -128), 127) & 255) | (min(max(high, -128), 127) & 255) << 8;
+}
 inline uint32_t group_reduce_max(uint32_t x, int, uint32_t*) { return x; }
 namespace cluster {
 inline unsigned rank() { return 0; }

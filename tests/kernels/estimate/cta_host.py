@@ -14,7 +14,7 @@ import numpy as np
 from cute_kernels.jit.codegen import KernelConfig
 
 KERNELS = Path(__file__).resolve().parents[3] / "cute_kernels"
-_EMPTY = ("device/warpgroup.cuh", "device/mma_bytes.cuh", "device/packed_int.cuh", "device/copy.cuh", "cuda_bf16.h", "cuda_fp16.h", "cuda/std/cstdint",
+_EMPTY = ("device/warpgroup.cuh", "device/math.cuh", "device/mma_bytes.cuh", "device/packed_int.cuh", "device/copy.cuh", "cuda_bf16.h", "cuda_fp16.h", "cuda/std/cstdint",
           "cuda/std/type_traits", "cute/config.hpp")  # fmt: skip
 _TYPES = {"float": np.float32, "double": np.float64}
 _CTYPES = {"float": ctypes.c_float, "double": ctypes.c_double}

@@ -1,4 +1,4 @@
-"""The epilogue's magnitudes of levels: its source on the CPU."""
+"""The epilogue's magnitudes of levels, activations and int8 results: its source on the CPU."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from cute_kernels.gemm.epilogue import NUMBERS, activate, integers_of
 from tests.kernels.estimate.cta_host import HostKernels, has_compiler
 
 pytestmark = pytest.mark.skipif(not has_compiler(), reason="no g++")
@@ -42,23 +43,103 @@ extern "C" const char* run(const int* sums, float* out, int64_t pitch, int m, in
 }}
 """
 
+FINISH = """
+#include "{header}"
+#include "gemm/epilogue.cuh"
+namespace magicube {{
+struct Config {{
+  static constexpr int kLevels = 1, kActivation = {activation};
+  static constexpr bool kFloatAccum = true;
+  using Out = {out};
+  using Source = NoSource;
+}};
+}}
+using namespace magicube;
+extern "C" const char* run(const float* sums, {out}* out, int64_t pitch, int m, int n, bool vector, float per_scale) {{
+  return host::run(1, 32, 1, false, [=] {{
+    uint32_t accum[1][16];
+    const int lane = threadIdx.x, g = lane / 4, t = lane % 4;
+    for (int r = 0; r < 16; ++r) accum[0][r] = __float_as_uint(sums[(g + r / 2 % 2 * 8) * 32 + r / 4 * 8 + 2 * t + r % 2]);
+    const GemmOutput<Config> to{{out, nullptr, nullptr, nullptr, nullptr, pitch, 0, m, n, 1.0f, 0.0f, 0.0f, 0.0f, vector, per_scale}};
+    write_fragment(to, accum, 0, 0, lane);
+  }});
+}}
+extern "C" void all_of(const float* x, float* y, int64_t count) {{
+  for (int64_t i = 0; i < count; ++i) y[i] = activate<{activation}, {coarse}>(x[i]);
+}}
+"""
+
+
+def _compiled(source: str, tmp_path: Path) -> ctypes.CDLL:
+    HostKernels(tmp_path, ("gemm/epilogue.cuh", "gemm/activation.cuh", "device/quad.cuh"))
+    path, library = tmp_path / "epilogue.cpp", tmp_path / "epilogue.so"
+    path.write_text(source)
+    flags = ["-std=c++17", "-O1", "-w", "-shared", "-fPIC", "-fno-gnu-unique", f"-I{tmp_path}"]
+    subprocess.run(["g++", *flags, str(path), "-o", str(library)], check=True)
+    return ctypes.CDLL(str(library))
+
+
+def _finish(activation: str, out: str, coarse: bool = False) -> str:
+    header = Path(__file__).parents[1] / "estimate" / "cta_host.hpp"
+    return FINISH.format(header=header, activation=NUMBERS[activation], out=out, coarse=str(coarse).lower())
+
+
+@pytest.mark.parametrize("activation", ["none", "gelu", "silu"])
+@pytest.mark.parametrize("vector", [False, True])
+def test_int8_results_are_the_nearest_integers(activation: str, vector: bool, tmp_path: Path) -> None:
+    run = _compiled(_finish(activation, "int8_t"), tmp_path).run
+    run.restype = ctypes.c_char_p
+    m, n = (16, 32) if vector else (13, 27)
+    sums = torch.randn(16, 32, generator=torch.Generator().manual_seed(1)) * 2
+    sums[0, :4] = torch.tensor([torch.nan, torch.inf, -1e9, 40.0])
+    scale = torch.tensor(0.03)
+    out = torch.full((16, 32), 99, dtype=torch.int8)
+    pointers = ctypes.c_void_p(sums.data_ptr()), ctypes.c_void_p(out.data_ptr())
+    assert not run(*pointers, ctypes.c_int64(32), m, n, vector, ctypes.c_float(float(scale.reciprocal())))
+    want = integers_of(activate(sums, None if activation == "none" else activation), scale)
+    assert int((out[:m, :n].int() - want[:m, :n].int()).abs().max()) <= 1  # next to ties
+    assert float((out[:m, :n] == want[:m, :n]).float().mean()) > 0.98 and torch.equal(out[0, :4], want[0, :4])
+    assert bool((out[m:] == 99).all() and (out[:, n:] == 99).all())
+
+
+@pytest.mark.parametrize("activation", ["relu", "gelu", "gelu_tanh", "silu"])
+def test_activations_are_those_of_torch(activation: str, tmp_path: Path) -> None:
+    run = _compiled(_finish(activation, "float"), tmp_path).all_of
+    x = torch.cat([torch.linspace(-20, 20, 400_001), torch.tensor([-torch.inf, torch.inf, 1e30, -1e30, 0.0])])
+    y = torch.empty_like(x)
+    run(ctypes.c_void_p(x.data_ptr()), ctypes.c_void_p(y.data_ptr()), ctypes.c_int64(len(x)))
+    want = activate(x.double(), activation)
+    want[x == -torch.inf] = 0.0
+    bound = 4e-7 * want.abs().clamp_min(1.0)
+    assert bool(((y.double() - want).abs() <= bound)[want.isfinite()].all())
+    assert bool((y[want.isinf()] == torch.inf).all())
+    nan = torch.tensor([torch.nan])
+    run(ctypes.c_void_p(nan.data_ptr()), ctypes.c_void_p(y.data_ptr()), ctypes.c_int64(1))
+    assert bool(y[0].isnan())
+
+
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "silu"])
+def test_coarse_activations_are_near_those_of_torch(activation: str, tmp_path: Path) -> None:
+    run = _compiled(_finish(activation, "float", coarse=True), tmp_path).all_of
+    x = torch.cat([torch.linspace(-20, 20, 400_001), torch.tensor([torch.inf, 1e18, -1e18, 0.0])])
+    y = torch.empty_like(x)
+    run(ctypes.c_void_p(x.data_ptr()), ctypes.c_void_p(y.data_ptr()), ctypes.c_int64(len(x)))
+    want = activate(x.double(), activation)
+    bound = 4e-5 + 1e-6 * want.abs()  # with the exact tanh
+    assert bool(((y.double() - want).abs() <= bound)[want.isfinite()].all()) and float(y[want.isinf()]) == torch.inf
+
 
 @pytest.mark.parametrize("levels", [2, 3])
 @pytest.mark.parametrize("vector", [False, True])
 def test_the_visitor_gets_results_and_magnitudes(levels: int, vector: bool, tmp_path: Path) -> None:
-    HostKernels(tmp_path, ("gemm/epilogue.cuh", "device/quad.cuh"))
     header = Path(__file__).parents[1] / "estimate" / "cta_host.hpp"
-    source, library = tmp_path / "epilogue.cpp", tmp_path / "epilogue.so"
-    source.write_text(SOURCE.format(header=header, levels=levels))
-    flags = ["-std=c++17", "-O1", "-w", "-shared", "-fPIC", "-fno-gnu-unique", f"-I{tmp_path}"]
-    subprocess.run(["g++", *flags, str(source), "-o", str(library)], check=True)
     m, n = (16, 32) if vector else (13, 27)
     sums = torch.zeros(levels, 16, 32, dtype=torch.int32)
     sums[:, :m, :n] = torch.randint(-1000, 1000, (levels, m, n), generator=torch.Generator().manual_seed(levels)).int()
     sums[0, 0, 0], sums[1, 0, 0] = 1, -256  # they cancel
     rows, columns = 2.0 ** (torch.arange(16) % 5 - 2), 2.0 ** -(torch.arange(32) % 3).float()
     out, squares = torch.full((16, 32), torch.nan), torch.zeros(2, 32)
-    run = ctypes.CDLL(str(library)).run
+    run = _compiled(SOURCE.format(header=header, levels=levels), tmp_path).run
     run.restype = ctypes.c_char_p
     pointers = [ctypes.c_void_p(each.data_ptr()) for each in (sums, out, rows, columns, squares)]
     assert not run(*pointers[:2], ctypes.c_int64(32), m, n, *pointers[2:4], vector, pointers[4])

@@ -202,7 +202,7 @@ F = {"out_dtype": torch.float32}
         (X, Y, {"bias": torch.ones(4), **F}, ValueError, "bias must have the shape (5,), got (4,)"),
         (X, Y, {"beta": 1.0, **F}, ValueError, "c must be given for beta 1.0"),
         (X, Y, {"beta": 1.0, "c": torch.ones(5, 4), **F}, ValueError, "c must have the shape (4, 5), got (5, 4)"),
-        (X, Y, {"out_dtype": torch.int16}, TypeError, "out_dtype on cpu must be one of torch.int32, "),
+        (X, Y, {"out_dtype": torch.int16}, TypeError, "out_dtype on cpu must be one of torch.int8, torch.int32, "),
         (X, Y, {"out": torch.ones(4, 5)}, TypeError, "out must have out_dtype torch.int32, got torch.float32"),
         (X, Y, {"out": torch.ones(4, 4, dtype=torch.int32)}, ValueError, "out must have the shape (4, 5), got (4, 4)"),
         (X, Y, {"out": torch.ones(5, 4, dtype=torch.int32).t()}, ValueError, "out must have contiguous rows"),

@@ -42,7 +42,7 @@ def test_the_choice_is_one_of_the_candidates_for_every_shape(products: Products,
     [  # the fastest of those measured (docs/lab/gemm.md), "pp" for ping-pong, "c2" for clusters of two CTAs
         (8192, 8192, 8192, "float16", "128x128pp"), (4096, 4096, 4096, "float16", "128x128pp"), (1, 4096, 4096, "float16", "64x32"),
         (16, 4096, 14336, "float16", "64x32"), (64, 1024, 1024, "float16", "64x32"), (128, 4096, 4096, "float16", "64x64"),
-        (256, 4096, 14336, "float16", "128x64"), (512, 4096, 4096, "float16", "128x128"), (256, 14336, 4096, "float16", "128x224"),
+        (256, 4096, 14336, "float16", "128x64"), (1024, 4096, 4096, "float16", "128x128pp"), (256, 14336, 4096, "float16", "128x224"),
         (4096, 11008, 4096, "float32", "128x128ppc2"), (16, 4096, 4096, "int32", "64x32"), (1024, 1024, 1024, "float32", "128x64"),
     ],
 )  # fmt: skip

@@ -30,9 +30,10 @@ REAL = (
     "scaled_gemm/sm100.cuh",
     "gemm/tile_scheduler.cuh",
     "gemm/epilogue.cuh",
+    "gemm/activation.cuh",
     "device/quad.cuh",
 )  # the rest is tcgen05_host.hpp
-EMPTY = ("scaled_gemm/tcgen05.cuh", "gemm/wgmma.cuh", "device/cluster.cuh", "cuda_bf16.h", "cuda_fp16.h", "cuda/std/cstdint", "cuda/std/type_traits",
+EMPTY = ("device/math.cuh", "device/packed_int.cuh", "scaled_gemm/tcgen05.cuh", "gemm/wgmma.cuh", "device/cluster.cuh", "cuda_bf16.h", "cuda_fp16.h", "cuda/std/cstdint", "cuda/std/type_traits",
          "cute/config.hpp", "cute/numeric/numeric_types.hpp")  # fmt: skip
 CALL = """
 using namespace magicube;
