@@ -4,10 +4,11 @@ Models of transformers with **random weights** in the sizes of all-MiniLM-L6-v2 
 of 576), and one decoder layer of an 8B model (4096, 14336): times do not depend on the values. All products of the
 layers are converted, embeddings and the head stay bfloat16, attention is torch's. Projections that read the same rows
 are one product in our dense layers, by ``fuse_projections``, and in "bfloat16, fused", which shows what that alone is
-worth. ``graph``: milliseconds of a replay,
-median, all ways in turns; ``eager``: of a call without a graph, host included. ``compiled`` ways have each layer
-compiled by torch. ``error``: relative error of the layers' output against bfloat16's. ``decode``: a step for each of
-the batch's sequences over 1,024 cached tokens.
+worth. Our dense layers apply the activations that follow them, by ``fuse_activations``. "static MLP": a layer that
+reads another's output itself has a static scale, and the other one writes its integers, by ``fuse_quantization``.
+``graph``: milliseconds of a replay, median, all ways in turns; ``eager``: of a call without a graph, host included.
+``compiled`` ways are compiled by torch: an encoder whole, a decoder layer by layer. ``error``: relative error of the
+layers' output against bfloat16's. ``decode``: a step for each of the batch's sequences over 1,024 cached tokens.
 Writes ``benchmarks/results/models_gpu_h200.json``, or the file that the GPU's name gives.
 Run: ``PYTHONPATH=. python benchmarks/models_gpu.py [--quick] [--out FILE] [--only NAME ...]
 [--without NAME ...] [--warm] [--profile]``
@@ -37,14 +38,16 @@ import magicube_cutlass as mc
 CACHED = 1024
 HOST_CALLS = 10
 Config = mc.nn.QuantConfig | mc.nn.SparseQuantConfig
+STATIC = "ours int8, static MLP"
 WAYS: dict[str, Config] = {
     "ours int8": mc.nn.QuantConfig("int8"),
+    STATIC: mc.nn.QuantConfig("int8"),
     "ours int4 g128, int8 rows": mc.nn.QuantConfig("int4", group_size=128),
     "ours int4 g128": mc.nn.QuantConfig("int4", group_size=128, act="none"),
     "ours e4m3": mc.nn.QuantConfig("e4m3"),
     **{f"ours sparse {s:g}": mc.nn.SparseQuantConfig(sparsity=s, vector_length=8, bits=8) for s in (0.5, 0.7, 0.9)},
 }
-PROFILED = ("bfloat16", "bfloat16, fused", "ours int8", "ours int4 g128", "ours sparse 0.9")
+PROFILED = ("bfloat16", "bfloat16, fused", "ours int8", STATIC, "ours int4 g128", "ours sparse 0.9")
 
 
 @dataclass(frozen=True)
@@ -176,9 +179,9 @@ def baselines() -> dict[str, Callable[[Any], object]]:
 
 
 def compiled(model: Any) -> nn.Module:
-    """The model with each layer compiled by torch."""
-    for layer in model.layers:
-        layer.compile()
+    """The model compiled by torch: an encoder whole, a decoder layer by layer."""
+    for each in [model] if isinstance(model, Encoder) else model.layers:
+        each.compile()
     return model
 
 
@@ -195,15 +198,29 @@ def weight_bytes(model: Any) -> int:
 _PLAIN = (Tensor, nn.Parameter)
 
 
-def converted(config: Config, batch: dict[str, Any]) -> Callable[[Any], object]:
-    """What converts the layers of a model by a config, and fuses the projections of dense ones."""
+def converted(config: Config, batch: dict[str, Any], static: bool) -> Callable[[Any], object]:
+    """What converts the layers of a model by a config, and fuses dense ones with what is around them."""
 
     def make(model: Any) -> None:
         mc.convert(model.layers, config, freeze=True, progress=False)
         if isinstance(config, mc.nn.QuantConfig):
-            mc.nn.fuse_projections(model, batch)
+            mc.nn.fuse_projections(model, batch)  # first: a gate with an activation would be left alone
+            mc.nn.fuse_activations(model, batch)
+            if static:
+                fuse_integers(model, batch)
 
     return make
+
+
+def fuse_integers(model: nn.Module, batch: dict[str, Any]) -> None:
+    """Give static scales to the layers that read another layer's output itself, and have that one write integers."""
+    mc.nn.calibrate(model, [batch], progress=False)
+    pairs = mc.nn.fuse_quantization(model, batch)
+    if not pairs:
+        raise ValueError("model must have layers that read another layer's output itself, got none")
+    for name, layer in model.named_modules():
+        if isinstance(layer, mc.nn.QuantLinear) and name not in pairs.values():
+            layer.act_scale = None
 
 
 class FloatPart(nn.Module):
@@ -243,7 +260,7 @@ def models(dense: nn.Module, batch: dict[str, Any], fast: bool, without: list[st
     """Every way to run a model but those `without` names; what fails is told and left out."""
     found: dict[str, nn.Module] = {"bfloat16": dense}
     makers: dict[str, Callable[[Any], object]] = (baselines() if fast else {}) | {"bfloat16, fused": fuse_float}
-    makers |= {name: converted(config, batch) for name, config in WAYS.items()}
+    makers |= {name: converted(config, batch, name == STATIC) for name, config in WAYS.items()}
     for name, make in makers.items():
         if any(part in name for part in without):
             continue
@@ -347,7 +364,7 @@ def main() -> None:
             print(case.name)
             for name, row in found["ways"].items():
                 print(
-                    "  " + f"{name:22}" + "  ".join(f"{key} {row[key]}" for key in row if key != "kernels"), flush=True
+                    "  " + f"{name:24}" + "  ".join(f"{key} {row[key]}" for key in row if key != "kernels"), flush=True
                 )
                 for each in row.get("kernels", ()):
                     print(f"      {each['us']:9} us {each['calls']:4} x {each['name']}")

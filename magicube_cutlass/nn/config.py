@@ -152,6 +152,11 @@ class QuantConfig:
         return self.weight in ("int8", "int4")
 
     @property
+    def kind(self) -> tuple[str, str, int | None]:
+        """Formats of weights and activations, and the group of the weights' scales."""
+        return self.weight, self.act, self.group_size
+
+    @property
     def bits(self) -> int:
         """Bits of a weight, without its scales."""
         return 8 if self.weight in ("int8", "e4m3", "e4m3_b128") else 4

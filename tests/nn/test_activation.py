@@ -15,8 +15,9 @@ from torch import Tensor, nn
 import magicube_cutlass as mc
 from cute_kernels.cpu import extension
 from cute_kernels.cpu.linear import FUNCTIONS
+from cute_kernels.gemm.epilogue import activate
 from magicube_cutlass.nn import QuantConfig, QuantLinear, fuse_activations, to_dense
-from magicube_cutlass.nn.dense.activation import MODULES, activate
+from magicube_cutlass.nn.dense.activation import MODULES
 
 NAMES = [each for each in FUNCTIONS if each is not None]
 FORMATS: list[dict[str, Any]] = [

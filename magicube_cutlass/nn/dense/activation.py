@@ -1,19 +1,12 @@
-"""Activations after a product: what torch computes, and the modules that a layer can take over."""
+"""Activation modules that a layer can take over."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "relu": torch.relu,
-    "gelu": nn.functional.gelu,
-    "gelu_tanh": partial(nn.functional.gelu, approximate="tanh"),
-    "silu": nn.functional.silu,
-}
 MODULES: dict[str, Callable[[], nn.Module]] = {
     "relu": nn.ReLU,
     "gelu": nn.GELU,
@@ -22,17 +15,6 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
 }
 _OF_TRANSFORMERS = {"GELUActivation": "gelu", "NewGELUActivation": "gelu_tanh", "GELUTanh": "gelu_tanh",
                     "SiLUActivation": "silu"}  # fmt: skip
-
-
-def activate(x: Tensor, activation: str | None) -> Tensor:
-    """Return f(x) by torch; `activation` as in :class:`magicube_cutlass.nn.QuantConfig`.
-
-    Examples
-    --------
-    >>> activate(torch.tensor([-1.0, 2.0]), "relu")
-    tensor([0., 2.])
-    """
-    return x if activation is None else _FUNCTIONS[activation](x)
 
 
 def activation_of(module: nn.Module) -> str | None:

@@ -1,4 +1,4 @@
-"""Activation modules that become part of the quantized layers before them."""
+"""What becomes part of the quantized layers before it: activation modules, and the quantization for the next layer."""
 
 from __future__ import annotations
 
@@ -7,13 +7,17 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
+from cute_kernels.gemm.epilogue import activate
 from magicube_cutlass.nn.auto_plan import first_outputs, output_error
-from magicube_cutlass.nn.calibration import restore_modes
-from magicube_cutlass.nn.dense.activation import activate, activation_of
+from magicube_cutlass.nn.calibration import forward_batch, restore_modes
+from magicube_cutlass.nn.dense.activation import activation_of
 from magicube_cutlass.nn.dense.linear import QuantLinear
 from magicube_cutlass.nn.weight_modules import inner_layer, replace_module
 
@@ -125,3 +129,119 @@ def _moved(model: nn.Module, groups: Sequence[_Group]) -> Iterator[None]:
 
 def _apply(layer: nn.Module, inputs: tuple[Any, ...], output: Tensor, *, name: str) -> Tensor:
     return activate(output, name)
+
+
+class _Readers(TorchFunctionMode):
+    """Who reads the outputs of quantized layers in a run: such layers, by their rows, or anything else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: dict[int, tuple[QuantLinear, ref[Tensor]]] = {}  # by the identity of an output
+        self.makers: dict[QuantLinear, set[QuantLinear | None]] = {}  # who made the rows of a layer
+        self.readers: dict[QuantLinear, set[QuantLinear | None]] = {}  # who reads the output of a layer; None: no layer
+        self.dtypes: dict[QuantLinear, torch.dtype] = {}  # of outputs
+        self.inside = 0  # layers
+
+    def maker_of(self, x: object) -> QuantLinear | None:
+        """Return the layer whose output a tensor is."""
+        maker, output = self.made.get(id(x), (None, None))
+        return maker if output is not None and output() is x else None  # else another tensor has the identity now
+
+    def before(self, layer: nn.Module, inputs: tuple[Any, ...]) -> None:
+        """Take note of whose output a layer reads."""
+        assert isinstance(layer, QuantLinear)
+        maker = self.maker_of(inputs[0]) if inputs else None
+        self.makers.setdefault(layer, set()).add(maker)
+        if maker is not None:
+            self.readers.setdefault(maker, set()).add(layer)
+        self.inside += 1
+
+    def after(self, layer: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
+        """Take note of an output."""
+        assert isinstance(layer, QuantLinear)
+        self.made[id(output)], self.dtypes[layer] = (layer, ref(output)), output.dtype
+        self.inside -= 1
+
+    def read(self, values: object) -> None:
+        """Take note of outputs among values that something else than a layer reads."""
+        for each in tree_leaves(values):
+            maker = self.maker_of(each)
+            if maker is not None:
+                self.readers.setdefault(maker, set()).add(None)
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = function(*args, **(kwargs or {}))
+        of_shape = getattr(function, "__name__", "") in ("__get__", "size", "dim") and not isinstance(found, Tensor)
+        if not self.inside and not of_shape:
+            self.read((args, kwargs))
+        return found
+
+    def pairs(self) -> list[tuple[QuantLinear, QuantLinear]]:
+        """Return makers of integers and their only readers."""
+        found = []
+        for reader, makers in self.makers.items():
+            maker = next(iter(makers)) if len(makers) == 1 else None
+            if maker is None or maker is reader or self.readers[maker] != {reader} or not reader.takes_integers:
+                continue
+            if maker.config.kind == ("int8", "int8", None) and maker.frozen and maker._joint is None:
+                found.append((maker, reader))
+        return found
+
+
+def _device(layer: QuantLinear) -> torch.device:
+    assert layer.qweight is not None
+    return layer.qweight.device
+
+
+def fuse_quantization(model: nn.Module, batch: Any) -> dict[str, str]:
+    """Let frozen int8 layers write the integers that the next layer reads, in place.
+
+    The two layers of an MLP: the first one's output is quantized by the static scale of the second where it is made, in
+    the epilogue of the GEMM, after bias and activation. On a GPU this saves the 16-bit copy of the largest tensor of a
+    block, and two launches. ``q = clamp(round(f(q(x) W1^T + b1) / s2), -128, 127)``; next to a tie, the integer may be
+    the next one. The model runs on a batch, which shows what is called with the output of a layer: if it is one other
+    layer and nothing else, they are a pair. Call :func:`fuse_activations` before: an activation between the layers is
+    in the way.
+
+    Nothing changes on a CPU, whose engine quantizes rows in cache, in training, or while the second layer has no static
+    scale, or other tensors that take no integers. The scale is read at each call.
+
+    Parameters
+    ----------
+    model : nn.Module
+        As :func:`magicube_cutlass.convert` with ``freeze=True`` and `calibrate` left it. It runs in evaluation mode;
+        the mode of each module is restored.
+    batch : Tensor, tuple, list or mapping
+        An input, as for :func:`magicube_cutlass.nn.calibrate`. It must reach all that the model does.
+
+    Returns
+    -------
+    dict
+        Per name of a layer that writes integers, the name of the one that reads them.
+
+    Examples
+    --------
+    >>> import torch, magicube_cutlass as mc
+    >>> model = torch.nn.Sequential(torch.nn.Linear(64, 96), torch.nn.GELU(), torch.nn.Linear(96, 8))
+    >>> x = torch.randn(4, 64)
+    >>> report = mc.convert(model, mc.nn.QuantConfig("int8"), freeze=True, calibrate=[x])
+    >>> mc.nn.fuse_activations(model, x), mc.nn.fuse_quantization(model, x)
+    ({'0': 'gelu'}, {'0': '2'})
+    """
+    names = {each: name for name, each in model.named_modules() if isinstance(each, QuantLinear)}
+    for layer in names:
+        layer.__dict__.pop("_next", None)
+    run = _Readers()
+    with ExitStack() as stack, torch.no_grad():
+        stack.callback(restore_modes, {each: each.training for each in model.modules()})
+        model.eval()
+        for layer in names:
+            stack.callback(layer.register_forward_pre_hook(run.before).remove)
+            stack.callback(layer.register_forward_hook(run.after).remove)
+        with run:
+            output = forward_batch(model, batch)
+        run.read(output)
+    for maker, reader in run.pairs():
+        maker.__dict__["_next"] = reader  # no child of the layer
+        reader.like = torch.empty(0, dtype=run.dtypes[reader], device=_device(reader))
+    return {names[maker]: names[reader] for maker, reader in run.pairs()}

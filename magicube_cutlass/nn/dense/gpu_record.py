@@ -71,10 +71,19 @@ def _quantized(x: Tensor, act_scale: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 class GemmRecord(LayerRecord):
-    """By the int8 GEMM; `weight` has 8 bits and scales per row."""
+    """By the int8 GEMM; `weight` has 8 bits and scales per row. `out_scale` is that of an int8 output."""
 
-    def __init__(self, weight: GroupTensor, bias: Tensor | None, x: Tensor, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        weight: GroupTensor,
+        bias: Tensor | None,
+        x: Tensor,
+        dtype: torch.dtype,
+        activation: str | None,
+        out_scale: Tensor | None,
+    ) -> None:
         super().__init__(weight.shape[0], bias, x, dtype)
+        self._activation, self._out_scale = activation, out_scale
         self._right, self._scale = weight.data.t(), weight.scale.reshape(-1)  # (K, M), (M,)
 
     @staticmethod
@@ -89,7 +98,10 @@ class GemmRecord(LayerRecord):
 
     def _launch(self, x: Tensor, act_scale: Tensor | None, out: Tensor) -> tuple[Tensor, ...]:
         data, scale = _quantized(x, act_scale) if x.is_floating_point() else (x, act_scale)
-        gemm(data, self._right, scale_a=scale, scale_b=self._scale, bias=self._float_bias, out=out, out_dtype=out.dtype)
+        gemm(
+            data, self._right, scale_a=scale, scale_b=self._scale, bias=self._float_bias, activation=self._activation,
+            out_scale=self._out_scale, out=out, out_dtype=out.dtype,
+        )  # fmt: skip
         return ()
 
 

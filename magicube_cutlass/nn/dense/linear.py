@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from cute_kernels.explanation import Explanation
+from cute_kernels.gemm.epilogue import activate
 from cute_kernels.watch import watched
 from magicube_cutlass.checks import is_transformed, transform_error
 from magicube_cutlass.nn.calibration import calibrate as run_calibration
 from magicube_cutlass.nn.config import ACTIVATIONS, QuantConfig
 from magicube_cutlass.nn.dense import linear_op
-from magicube_cutlass.nn.dense.activation import activate
 from magicube_cutlass.nn.dense.product import DenseProduct, QuantWeight, inverse_of, smoothed
 from magicube_cutlass.nn.dense.state import QuantState, weight_shapes
 from magicube_cutlass.nn.weight_version import weight_version
@@ -58,14 +58,14 @@ class QuantLinear(QuantState):
 
     On a CPU, int8 and int4 weights with int8 activations are one call of the engine, which quantizes the input, unpacks
     4-bit weights in registers, adds the bias and applies `f` in cache, in float32: within 4e-7, or two units in the
-    last place. Elsewhere torch applies `f`, also where a graph is recorded. On a GPU, int8 is two launches: the rows
-    are quantized, then the int8 GEMM; so are e4m3, mxfp4, and e4m3_b128 with e4m3 rows. On sm_90a, int4 and every
-    weight-only layer (``act="none"``) multiply float16 and bfloat16 rows by weights that are decoded in registers;
-    their group scales are rounded to the dtype of the rows, those of e4m3_b128 are not. For 768 rows and more a
-    weight-only layer decodes the weight first, and torch multiplies. e4m3_b128 with e4m3_g128 rows is
-    ``torch._scaled_mm`` there, of torch 2.9 for CUDA 12.9 and newer, for inputs in multiples of 512 and outputs in
-    multiples of 16. Everything else runs in torch on the dequantized weight: small, not fast. :meth:`explain` says
-    which.
+    last place. On a GPU, int8 is two launches: the rows are quantized, then the int8 GEMM, which applies `f` before it
+    rounds its results. Elsewhere, and in training, torch applies `f`. e4m3, mxfp4, and e4m3_b128 with e4m3 rows are
+    two launches too. On sm_90a, int4 and every weight-only layer (``act="none"``) multiply float16 and bfloat16 rows by
+    weights that are decoded in registers; their group scales are rounded to the dtype of the rows, those of e4m3_b128
+    are not. For 768 rows and more a weight-only layer decodes the weight first, and torch multiplies. e4m3_b128 with
+    e4m3_g128 rows is ``torch._scaled_mm`` there, of torch 2.9 for CUDA 12.9 and newer, for inputs in multiples of 512
+    and outputs in multiples of 16. Everything else runs in torch on the dequantized weight: small, not fast.
+    :meth:`explain` says which.
     The state dict holds tensors only, and loading one restores the options.
 
     Parameters
@@ -225,7 +225,7 @@ class QuantLinear(QuantState):
         if x.shape[-1:] != (self.in_features,):
             raise ValueError(f"x must have {self.in_features} features, got shape {tuple(x.shape)}")
         if not x.is_floating_point():
-            raise TypeError(f"x must be a float tensor, got {x.dtype}")
+            return self._of_integers(x)
         try:  # as self.weight, without two calls of Python
             weight, bias = self._parameters["weight"], self._parameters["bias"]
         except KeyError:  # a parametrization
@@ -233,37 +233,47 @@ class QuantLinear(QuantState):
         learns = torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in (x, weight, bias))
         activation = self.config.activation
         if torch.compiler.is_compiling():
-            return activate(self._compiled(x, learns), activation)
+            return self._compiled(x, learns)
         if learns:
             return activate(linear_op.QuantProduct.apply(x, weight, bias, self), activation)
         if is_transformed(x):
             raise transform_error("x")
-        return linear_op.forward_rows(self, x, bias, activation)
+        return linear_op.forward_rows(self, x, bias, activation, self._out_scale())
+
+    def _of_integers(self, x: Tensor) -> Tensor:
+        """The output for rows that the layer before has quantized: see :func:`fuse_quantization`."""
+        if x.dtype != torch.int8 or not self.takes_integers:
+            raise TypeError(f"x must be a float tensor, or int8 by a static scale of a frozen layer, got {x.dtype}")
+        return self._multiply_rows(x, self.act_scale, torch.float32 if self.like is None else self.like.dtype)
+
+    def _multiply_rows(self, x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """The output (..., out) for int8 rows (..., in): of `dtype`, or of integers that the next layer takes."""
+        rows, out_scale, activation = x.reshape(-1, self.in_features), self._out_scale(), self.config.activation
+        dtype, tensors = dtype if out_scale is None else torch.int8, (self.qweight, self.scale, self.bias, out_scale)
+        if torch.compiler.is_compiling():
+            y = linear_op.quant_linear_rows(rows, scale, *tensors, activation or "", dtype)
+        else:
+            y = self.product().of_integers(rows, scale, self.bias, dtype, activation, out_scale)
+        return y.view(*x.shape[:-1], self.out_features)
 
     def _compiled(self, x: Tensor, learns: bool) -> Tensor:
         """As :meth:`forward`, in a graph."""
-        rows = x.reshape(-1, self.in_features)
+        rows, activation = x.reshape(-1, self.in_features), self.config.activation
         if learns:
             y = linear_op.quant_linear_train(rows, self.weight, self.bias, self._number)
-            return y.view(*x.shape[:-1], self.out_features)
+            return activate(y, activation).view(*x.shape[:-1], self.out_features)
         if self.weight is not None:
             raise RuntimeError("a QuantLinear is compiled for inference without its master weight: call freeze()")
         rows = rows if self.smooth is None else smoothed(rows, inverse_of(self.smooth))
         config = self.config
-        if (
-            x.is_cuda
-            and x.dtype != torch.float64
-            and (config.weight, config.act, config.group_size) == ("int8", "int8", None)
-        ):
-            assert self.qweight is not None and self.scale is not None
+        if x.is_cuda and x.dtype != torch.float64 and config.kind == ("int8", "int8", None):
             integers, scales = linear_op.quantized_rows(rows, self.act_scale)
-            y = linear_op.quant_linear_rows(integers, scales, self.qweight, self.scale, self.bias, x.dtype)
-            return y.view(*x.shape[:-1], self.out_features)
+            return self._multiply_rows(integers.view(x.shape), scales, x.dtype)
         y = linear_op.quant_linear(
             rows, self.qweight, self.scale, self.minimum, self.tensor_scale, self.bias, self.act_scale,
             config.weight, config.group_size or 0, self.in_features, config.act,
         )  # fmt: skip
-        return y.view(*x.shape[:-1], self.out_features)
+        return activate(y.view(*x.shape[:-1], self.out_features), activation)
 
     def explain(self, rows: int | None = None) -> Explanation:
         """Report what multiplies by this weight, and the bytes that it reads.
@@ -292,12 +302,17 @@ class QuantLinear(QuantState):
         )
         activation = self.config.activation
         if activation is not None:
-            text += f"; {activation} {'in its epilogue' if product.backend == 'engine' else 'by torch'}"
+            text += f"; {activation} {'in its epilogue' if product.backend in ('engine', 'gemm') else 'by torch'}"
+        writes_integers = product.writes_integers and self._out_scale() is not None
+        text += "; it writes int8 by the scale of the next layer" if writes_integers else ""
         predicted = None if rows is None else product.predicted_seconds(rows)
         if predicted is not None:
             text += f"; the product of {rows} rows takes about {1e6 * predicted:.1f} us on an H200, weights from memory"
-        facts = {"shape": product.shape, "weight_bytes": size, "act": self.act, "group_size": self.config.group_size,
-                 "activation": activation, "predicted_us": None if predicted is None else 1e6 * predicted}  # fmt: skip
+        facts = {
+            "shape": product.shape, "weight_bytes": size, "act": self.act, "group_size": self.config.group_size,
+            "activation": activation, "writes_integers": writes_integers,
+            "predicted_us": None if predicted is None else 1e6 * predicted,
+        }  # fmt: skip
         return Explanation("quant_linear", product.backend, self.config.weight, text, facts)
 
     def dequantize(self) -> Tensor:

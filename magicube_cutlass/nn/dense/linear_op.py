@@ -126,11 +126,21 @@ def quantized_rows(x: Tensor, act_scale: Tensor | None) -> tuple[Tensor, Tensor]
 
 
 def _multiply_rows(
-    x: Tensor, x_scale: Tensor, data: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype
+    x: Tensor,
+    x_scale: Tensor,
+    data: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    out_scale: Tensor | None,
+    activation: str,
+    dtype: torch.dtype,
 ) -> Tensor:
-    """Output (tokens, out) of int8 rows (tokens, in) with scales (tokens,) or (), by an int8 weight on a GPU."""
+    """Output (tokens, out) of int8 rows (tokens, in) with scales (tokens,) or (), by an int8 weight on a GPU.
+
+    `activation` is ``""`` for none; `out_scale` () is that of an int8 output.
+    """
     product = _product_of(data, scale, None, None, "int8", 0, x.shape[1], "int8")
-    return product.of_integers(x, x_scale, bias, dtype)
+    return product.of_integers(x, x_scale, bias, dtype, activation or None, out_scale)
 
 
 def _fake_rows(x: Tensor, data: Tensor, dtype: torch.dtype) -> Tensor:
@@ -143,9 +153,15 @@ _layers: NumberedLayers[TrainedLayer] = NumberedLayers("QuantLinear")
 register_layer = _layers.register
 
 
-def forward_rows(layer: TrainedLayer, x: Tensor, bias: Tensor | None, activation: str | None = None) -> Tensor:
+def forward_rows(
+    layer: TrainedLayer,
+    x: Tensor,
+    bias: Tensor | None,
+    activation: str | None = None,
+    out_scale: Tensor | None = None,
+) -> Tensor:
     """Output (..., out) of a layer for `x` (..., in), without a graph; the activation is that of the layer, or None."""
-    return layer.product()(x, layer.act_scale, bias, activation)
+    return layer.product()(x, layer.act_scale, bias, activation, out_scale)
 
 
 def gradients(

@@ -16,11 +16,11 @@ from cute_kernels import floats
 from cute_kernels.cpu import extension
 from cute_kernels.cpu.dense import MAX_K, PackedRight, pack_right
 from cute_kernels.cpu.linear import LinearCall
+from cute_kernels.gemm.epilogue import activate
 from cute_kernels.jit.device import current_arch
 from magicube_cutlass.autograd.gpu_rows import key_of
 from magicube_cutlass.autograd.integer import quantized
 from magicube_cutlass.dispatch.cpu_linear import kind_of
-from magicube_cutlass.nn.dense.activation import activate
 from magicube_cutlass.nn.dense.blockwise import blockwise_gemm, refusal
 from magicube_cutlass.nn.dense.encode import encoded, encodes
 from magicube_cutlass.quantization.float_tensor import ScaledFloatTensor, matmul, quantize_floats
@@ -95,17 +95,27 @@ class DenseProduct:
             self.right, self._scale = _packed(weight)
 
     def __call__(
-        self, x: Tensor, act_scale: Tensor | None, bias: Tensor | None, activation: str | None = None
+        self,
+        x: Tensor,
+        act_scale: Tensor | None,
+        bias: Tensor | None,
+        activation: str | None = None,
+        out_scale: Tensor | None = None,
     ) -> Tensor:
-        """Return ``activation(product)`` (..., M), of the dtype of `x` (..., K)."""
+        """Return ``activation(product)`` (..., M), of the dtype of `x` (..., K).
+
+        With `out_scale` (), its integers, if the product :attr:`writes_integers`.
+        """
         if self.backend == "engine":
             kind = kind_of(x, bias, 8, act_scale)
             if kind is not None:
                 return self._by_engine(x, act_scale, bias, kind, activation)
         rows = smoothed(x, self.factors).reshape(-1, self.shape[1])
         if self.backend == "gemm":
-            y = self._by_gemm(rows, act_scale, bias, rows.dtype)
-        elif self.backend == "few_rows_int8" and rows.dtype in self._int8_dtypes():
+            dtype = rows.dtype if out_scale is None else torch.int8
+            y = self._by_gemm(rows, act_scale, bias, dtype, activation, out_scale)
+            return y.view(*x.shape[:-1], self.shape[0])
+        if self.backend == "few_rows_int8" and rows.dtype in self._int8_dtypes():
             y = self._by_few_rows_int8(rows, act_scale, bias)
         elif self.backend == "few_rows" and rows.dtype in (torch.float16, torch.bfloat16):
             y = self._by_few_rows(rows, act_scale, bias)
@@ -137,12 +147,31 @@ class DenseProduct:
         y = call(given, _float32(act_scale), self._scale, _float32(bias), factors, activation)
         return y if x.ndim == 2 else y.view(*lead, m)
 
-    def of_integers(self, rows: Tensor, act_scale: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    @property
+    def writes_integers(self) -> bool:
+        """Whether results can be integers, and rows may be."""
+        return self.backend == "gemm"
+
+    def of_integers(
+        self,
+        rows: Tensor,
+        act_scale: Tensor | None,
+        bias: Tensor | None,
+        dtype: torch.dtype,
+        activation: str | None,
+        out_scale: Tensor | None,
+    ) -> Tensor:
         """Return the product (N, M) of int8 rows (N, K) that are quantized already, with scales (N,) or ()."""
-        return self._by_gemm(rows, act_scale, bias, dtype)
+        return self._by_gemm(rows, act_scale, bias, dtype, activation, out_scale)
 
     def _by_record(
-        self, rows: Tensor, act_scale: Tensor | None, bias: Tensor | None, dtype: torch.dtype
+        self,
+        rows: Tensor,
+        act_scale: Tensor | None,
+        bias: Tensor | None,
+        dtype: torch.dtype,
+        activation: str | None = None,
+        out_scale: Tensor | None = None,
     ) -> Tensor | None:
         """The product by kernels alone, for rows that they take as they are."""
         from magicube_cutlass.nn.dense.gpu_record import FewRowsInt8Record, FewRowsRecord, FloatRecord, GemmRecord
@@ -150,7 +179,7 @@ class DenseProduct:
         key = key_of(rows, act_scale)
         if key is None:
             return None
-        key = (*key, dtype)
+        key = (*key, dtype, activation, None if out_scale is None else out_scale.data_ptr())
         record = self._records.get(key)
         y = None if record is None else record(rows, act_scale, bias)
         if y is not None:
@@ -167,19 +196,27 @@ class DenseProduct:
             if FloatRecord.takes(self.weight, self.act, rows, act_scale):
                 record = FloatRecord(self.weight, self.act, bias, rows)
         elif GemmRecord.takes(self.weight, rows, act_scale):
-            record = GemmRecord(self.weight, bias, rows, dtype)
+            record = GemmRecord(self.weight, bias, rows, dtype, activation, out_scale)
         if record is None or record.bias is not bias:
             return None
         _make_room(self._records)
         self._records[key] = record
         return record(rows, act_scale, bias)
 
-    def _by_gemm(self, rows: Tensor, act_scale: Tensor | None, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    def _by_gemm(
+        self,
+        rows: Tensor,
+        act_scale: Tensor | None,
+        bias: Tensor | None,
+        dtype: torch.dtype,
+        activation: str | None,
+        out_scale: Tensor | None,
+    ) -> Tensor:
         """Int8 with scales per row on Tensor Cores."""
         from cute_kernels.gemm.api import gemm
 
         assert isinstance(self.weight, GroupTensor)
-        y = self._by_record(rows, act_scale, bias, dtype)
+        y = self._by_record(rows, act_scale, bias, dtype, activation, out_scale)
         if y is not None:
             return y
         if rows.is_floating_point():
@@ -188,7 +225,7 @@ class DenseProduct:
         scale_a = act_scale if act_scale is None or act_scale.ndim == 0 else act_scale.reshape(-1)
         return gemm(
             rows, self.weight.data.t(), scale_a=scale_a, scale_b=self.weight.scale.reshape(-1), bias=bias,
-            out_dtype=dtype,
+            activation=activation, out_scale=out_scale, out_dtype=dtype,
         )  # fmt: skip
 
     def packed_for(self, dtype: torch.dtype) -> PackedWeight:

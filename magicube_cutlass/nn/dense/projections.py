@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from cute_kernels.explanation import Explanation
+from cute_kernels.gemm.epilogue import activate
 from magicube_cutlass.nn.calibration import forward_batch, restore_modes
-from magicube_cutlass.nn.dense.activation import activate
 from magicube_cutlass.nn.dense.linear import QuantLinear
 from magicube_cutlass.nn.dense.product import QuantWeight
 from magicube_cutlass.quantization.float_tensor import TILE

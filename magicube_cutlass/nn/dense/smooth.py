@@ -10,9 +10,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from cute_kernels.gemm.epilogue import activate
 from magicube_cutlass.nn.auto_plan import first_outputs, output_error
 from magicube_cutlass.nn.calibration import forward_batch, restore_modes, shown
-from magicube_cutlass.nn.dense.activation import activate
 from magicube_cutlass.nn.dense.linear import QuantLinear
 
 ALPHAS = (None, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)  # that "auto" tries

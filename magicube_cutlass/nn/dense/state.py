@@ -79,12 +79,14 @@ class QuantState(Calibrated):
     tensor_scale: Tensor | None
     act_scale: Tensor | None
     smooth: Tensor | None
+    like: Tensor | None  # (0,), of the dtype of outputs for int8 rows
     _product: DenseProduct | None
     _made_of: tuple[int, int, int] | None  # identities of weight and smooth scale, version of the weight
     _made_by: tuple[Tensor | None, Tensor | None] | None  # so that no other tensor takes the identities
     _number: int
     _joint: JointProduct | None = None  # that multiplies for this layer and others
     _place: int  # in it
+    _next: QuantState | None = None  # the layer that reads the output, see fuse_quantization
 
     def _begin(self, weight: Tensor | None, bias: Tensor | None, config: QuantConfig, shape: tuple[int, int]) -> None:
         if weight is not None and not isinstance(weight, nn.Parameter):
@@ -94,6 +96,7 @@ class QuantState(Calibrated):
         self.register_parameter("bias", bias)  # type: ignore[arg-type]
         for name in OPTIONAL_BUFFERS:
             self.register_buffer(name, None)
+        self.register_buffer("like", None, persistent=False)
         self.config = config
         self._number = linear_op.register_layer(self)  # type: ignore[arg-type]
         self._forget()
@@ -103,6 +106,16 @@ class QuantState(Calibrated):
         self._product = self._made_of = self._made_by = None
         if self._joint is not None:
             self._joint.is_current = False
+
+    @property
+    def takes_integers(self) -> bool:
+        """Whether rows may be int8, quantized by the static scale: frozen int8 layers that have one, and no groups."""
+        plain = self.config.kind == ("int8", "int8", None) and self._joint is None and self.smooth is None
+        return plain and self.qweight is not None and self.act_scale is not None
+
+    def _out_scale(self) -> Tensor | None:
+        """The scale of the integers that the next layer takes, if it does."""
+        return self._next.act_scale if self._next is not None and self._next.takes_integers else None
 
     def empty_weight(self, device: torch.device | str | None = None) -> None:
         """Drop the master weight for empty buffers of a frozen layer, to be loaded."""

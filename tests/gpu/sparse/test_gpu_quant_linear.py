@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import magicube_cutlass as mc
+from cute_kernels.gemm.epilogue import activate
 from magicube_cutlass.nn import QuantLinear
 from magicube_cutlass.nn.dense import product
 from tests.gpu.problems import needs_warp_groups
@@ -191,6 +192,55 @@ def test_warm_calls_see_other_inputs_biases_and_scales() -> None:
             assert layer.bias is not None
             layer.bias.add_(1)
             assert float((layer(x).double() - exact(layer, x)).norm() / exact(layer, x).norm()) < BOUNDS[torch.float32]
+
+
+@pytest.mark.parametrize("activation", ["relu", "gelu", "gelu_tanh", "silu"])
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+def test_an_activation_is_part_of_an_int8_product(activation: Any, dtype: torch.dtype) -> None:
+    layer = layer_of({"weight": "int8", "activation": activation}, dtype).cuda().eval().freeze()
+    assert "in its epilogue" in str(layer.explain())
+    for rows in (1, 100):
+        x = torch.randn(rows, 256, device="cuda", dtype=dtype)
+        want = activate(exact(layer, x), activation)
+        with torch.inference_mode():
+            y = layer(x)
+        assert y.dtype == dtype and float((y.double() - want).norm() / want.norm()) < BOUNDS[dtype]
+
+
+def mlp(dtype: torch.dtype) -> tuple[nn.Sequential, Tensor]:
+    """Two layers, the second with a static scale."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(256, 384), nn.GELU(), nn.Linear(384, 256)).to("cuda", dtype).eval()
+    x = torch.randn(70, 256, device="cuda", dtype=dtype)
+    mc.convert(model, mc.nn.QuantConfig("int8"), freeze=True, calibrate=[x], progress=False)
+    assert isinstance(model[0], QuantLinear)
+    model[0].act_scale = None
+    return model, x
+
+
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+def test_a_layer_writes_the_integers_of_the_next(dtype: torch.dtype, compiled: Callable[..., Any]) -> None:
+    model, x = mlp(dtype)
+    with torch.inference_mode():
+        want = model(x)
+        assert mc.nn.fuse_activations(model, x) == {"0": "gelu"}
+        assert mc.nn.fuse_quantization(model, x) == {"0": "2"}
+        assert "writes int8" in str(model[0].explain())
+        for _ in range(3):  # recorded, then replayed
+            y = model(x)
+            assert model[0](x).dtype == torch.int8 and y.dtype == dtype
+            assert float((y.double() - want.double()).norm() / want.double().norm()) < 1e-2
+        assert torch.equal(compiled(model)(x), y) or dtype != torch.float32
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            z = model(x)
+        x.copy_(torch.randn_like(x))
+        graph.replay()
+        assert torch.equal(z, model(x))
+        model[2].act_scale *= 2
+        again = model(x)
+        assert not torch.equal(z, again)
+        assert float((z.double() - again.double()).norm() / z.double().norm()) < 4e-2
 
 
 @pytest.fixture
