@@ -243,7 +243,8 @@ class QuantLinear(QuantState):
     def _of_integers(self, x: Tensor) -> Tensor:
         """The output for rows that the layer before has quantized: see :func:`fuse_quantization`."""
         if x.dtype != torch.int8 or not self.takes_integers:
-            raise TypeError(f"x must be a float tensor, or int8 by a static scale of a frozen layer, got {x.dtype}")
+            hint = "; int8 needs a frozen int8 layer with a static scale" if x.dtype == torch.int8 else ""
+            raise TypeError(f"x must be a float tensor, got {x.dtype}{hint}")
         return self._multiply_rows(x, self.act_scale, torch.float32 if self.like is None else self.like.dtype)
 
     def _multiply_rows(self, x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
