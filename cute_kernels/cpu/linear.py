@@ -16,7 +16,13 @@ from cute_kernels.cpu.calls import MASK_COLUMNS, column_major_template, sparse_h
 from cute_kernels.cpu.dense import PackedRight
 
 _FEW_ROWS = 16  # up to so many rows, the engine's kernels of few columns are faster; they write columns only
-FUNCTIONS = (None, "relu", "gelu", "gelu_tanh", "silu")  # f of a dense weight, in the order of the engine
+FUNCTIONS = (
+    None,
+    "relu",
+    "gelu",
+    "gelu_tanh",
+    "silu",
+)  # of a dense product, in the order of engine and kernels
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from cute_kernels.cpu.linear import FUNCTIONS
 from cute_kernels.gemm.config import MAX_PLANES, MAX_PRODUCTS, GemmConfig, select_products
 from cute_kernels.gemm.cpu import cpu_backend, gemm_cpu
 from cute_kernels.gemm.cuda import check_config, gemm_cuda, plan_gemm
 from cute_kernels.gemm.cutlass import check_backend, gemm_cutlass
-from cute_kernels.gemm.epilogue import NUMBERS, activate, integers_of, run_problem
+from cute_kernels.gemm.epilogue import activate, integers_of, run_problem
 from cute_kernels.gemm.int4 import Int4Matrix
 from cute_kernels.gemm.problem import GemmProblem, check_epilogue, check_float_tensor, check_output
 from cute_kernels.watch import watched
@@ -117,8 +118,8 @@ def _check_integer_output(problem: GemmProblem) -> None:
 def _check_finish(problem: GemmProblem) -> None:
     """Check what follows the sums: an activation of float results, and the scale of int8 ones."""
     activation, out_scale, dtype = problem.activation, problem.out_scale, problem.out_dtype
-    if activation is not None and activation not in list(NUMBERS)[1:]:
-        raise ValueError(f"activation must be one of {', '.join(list(NUMBERS)[1:])} or None, got {activation!r}")
+    if activation not in FUNCTIONS:
+        raise ValueError(f"activation must be one of {FUNCTIONS}, got {activation!r}")
     if activation is not None and problem.is_integer:
         raise ValueError(f"activation must be None for out_dtype {dtype}, got {activation!r}")
     if (out_scale is None) == (dtype == torch.int8):

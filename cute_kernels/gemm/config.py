@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from cute_kernels.gemm.epilogue import NUMBERS
+from cute_kernels.cpu.linear import FUNCTIONS
 from cute_kernels.jit.codegen import OUT_TYPES, KernelConfig, source_type
 
 MAX_PRODUCTS = (2**31 - 1) // (128 * 128)  # K up to which int32 holds sums of products of two int8
@@ -106,7 +106,7 @@ class GemmConfig(KernelConfig):
         Dtype of the output.
     source : str
         Dtype of c, int64 with an int64 output; ``"none"`` without c.
-    activation : str
+    activation : str or None
         What the epilogue applies to float results, or to those that it rounds to int8.
     tile_m, tile_n, tile_k : int
         CTA tile.
@@ -132,7 +132,7 @@ class GemmConfig(KernelConfig):
     products: Products
     out: str
     source: str = "none"
-    activation: str = "none"
+    activation: str | None = None
     tile_m: int = 128
     tile_n: int = 128
     tile_k: int = 128
@@ -177,7 +177,7 @@ class GemmConfig(KernelConfig):
         how = f"g{self.groups}{'pp' if self.ping_pong else ''}c{self.cluster}b{self.band}"
         how += "-gated" if self.gated else ""
         how += "-s4" if self.bits == 4 else ""
-        how += f"-{self.activation}" if self.activation != "none" else ""
+        how += f"-{self.activation}" if self.activation else ""
         kind = f"{p.planes_a}x{p.planes_b}l{p.levels}"
         return f"gemm-{self.kernel}-{kind}-{self.out}-{self.source}-{shape}-{how}"
 
@@ -196,7 +196,7 @@ class GemmConfig(KernelConfig):
             "kLevels": self.products.levels,
             "kFloatAccum": False,
             "kBits": self.bits,
-            "kActivation": NUMBERS[self.activation],
+            "kActivation": FUNCTIONS.index(self.activation),
             "kTileM": self.tile_m,
             "kTileN": self.tile_n,
             "kTileK": self.tile_k,

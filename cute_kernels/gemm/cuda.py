@@ -92,13 +92,8 @@ def select_config(problem: GemmProblem, part: Part, arch: str, num_sms: int) -> 
     source = "none" if part.c is None else str(part.c.dtype).removeprefix("torch.")
     out = str(part.out.dtype).removeprefix("torch.")
     chosen = choose(m, n, part.size, problem.products, arch, out=out, source=source, num_sms=num_sms)
-    return replace(chosen, activation=_activation(problem, part))
-
-
-def _activation(problem: GemmProblem, part: Part) -> str:
-    """What follows the sums of a launch, the last one's alone."""
     is_last = part.first + part.size == problem.shape[2]
-    return problem.activation if is_last and problem.activation is not None else "none"
+    return replace(chosen, activation=problem.activation if is_last else None)
 
 
 _INT4_ARCHES = ("sm_80", "sm_86", "sm_87", "sm_88", "sm_89")

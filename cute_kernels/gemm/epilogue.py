@@ -47,7 +47,6 @@ _FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": partial(nn.functional.gelu, approximate="tanh"),
     "silu": nn.functional.silu,
 }
-NUMBERS = {"none": 0} | {name: i for i, name in enumerate(_FUNCTIONS, 1)}  # as in gemm/activation.cuh
 
 
 def activate(x: Tensor, activation: str | None) -> Tensor:

@@ -114,9 +114,9 @@ def _gemm(arch: str) -> Iterator[Entry]:
         terms_of = select_products(planes_a, planes_b, terms)
         config = choose_gemm(m, 4096, 4096, terms_of, arch, out=out, source=source)
         yield f"gemm/planes={planes_a}x{planes_b} terms={terms or 'all'} m={m} out={out} c={source}", config
-    for activation, m, out in (("none", 4096, "int8"), ("gelu", 4096, "int8"), ("silu", 512, "bfloat16")):
+    for activation, m, out in ((None, 4096, "int8"), ("gelu", 4096, "int8"), ("silu", 512, "bfloat16")):
         config = replace(choose_gemm(m, 1536, 384, select_products(1, 1, None), arch, out=out), activation=activation)
-        yield f"gemm/m={m} out={out} activation={activation}", config
+        yield f"gemm/m={m} out={out} activation={activation or 'none'}", config
     yield "gemm/transposed plane", PackConfig("pack_transposed")
     yield "gemm/strided plane", PackConfig("pack_strided")
     yield "gemm/CUTLASS", CUTLASS

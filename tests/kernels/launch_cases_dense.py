@@ -105,6 +105,10 @@ def integers(recorder: Recorder, arch: str) -> None:
             a, b = planes(count, m, 140_000), planes(count, 140_000, n, "column")
             bias = reals(n) if out.is_floating_point else None
             _multiply(recorder, f"of long sums, {count} planes, {m}x{n}, {out}", a, b, out_dtype=out, bias=bias)
+    for k in (512, 140_000):
+        a, b, scale = planes(1, 16, k), planes(1, k, 24, "column"), torch.tensor(0.1)
+        options = {"activation": "gelu", "out_scale": scale, "out_dtype": torch.int8, "scale_a": reals(16)}
+        _multiply(recorder, f"that ends in integers, K = {k}", a, b, **options)
     for m, n, k in ((0, 8, 8), (8, 8, 0)):
         _multiply(recorder, f"empty {m}x{n}x{k}", planes(1, m, k), planes(1, k, n))
 

@@ -254,7 +254,7 @@ class QuantLinear(QuantState):
         if torch.compiler.is_compiling():
             y = linear_op.quant_linear_rows(rows, scale, *tensors, activation or "", dtype)
         else:
-            y = self.product().of_integers(rows, scale, self.bias, dtype, activation, out_scale)
+            y = self.product().by_gemm(rows, scale, self.bias, dtype, activation, out_scale)
         return y.view(*x.shape[:-1], self.out_features)
 
     def _compiled(self, x: Tensor, learns: bool) -> Tensor:

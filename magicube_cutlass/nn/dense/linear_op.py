@@ -140,7 +140,7 @@ def _multiply_rows(
     `activation` is ``""`` for none; `out_scale` () is that of an int8 output.
     """
     product = _product_of(data, scale, None, None, "int8", 0, x.shape[1], "int8")
-    return product.of_integers(x, x_scale, bias, dtype, activation or None, out_scale)
+    return product.by_gemm(x, x_scale, bias, dtype, activation or None, out_scale)
 
 
 def _fake_rows(x: Tensor, data: Tensor, dtype: torch.dtype) -> Tensor:

@@ -113,7 +113,7 @@ class DenseProduct:
         rows = smoothed(x, self.factors).reshape(-1, self.shape[1])
         if self.backend == "gemm":
             dtype = rows.dtype if out_scale is None else torch.int8
-            y = self._by_gemm(rows, act_scale, bias, dtype, activation, out_scale)
+            y = self.by_gemm(rows, act_scale, bias, dtype, activation, out_scale)
             return y.view(*x.shape[:-1], self.shape[0])
         if self.backend == "few_rows_int8" and rows.dtype in self._int8_dtypes():
             y = self._by_few_rows_int8(rows, act_scale, bias)
@@ -151,18 +151,6 @@ class DenseProduct:
     def writes_integers(self) -> bool:
         """Whether results can be integers, and rows may be."""
         return self.backend == "gemm"
-
-    def of_integers(
-        self,
-        rows: Tensor,
-        act_scale: Tensor | None,
-        bias: Tensor | None,
-        dtype: torch.dtype,
-        activation: str | None,
-        out_scale: Tensor | None,
-    ) -> Tensor:
-        """Return the product (N, M) of int8 rows (N, K) that are quantized already, with scales (N,) or ()."""
-        return self._by_gemm(rows, act_scale, bias, dtype, activation, out_scale)
 
     def _by_record(
         self,
@@ -203,7 +191,7 @@ class DenseProduct:
         self._records[key] = record
         return record(rows, act_scale, bias)
 
-    def _by_gemm(
+    def by_gemm(
         self,
         rows: Tensor,
         act_scale: Tensor | None,
@@ -212,7 +200,10 @@ class DenseProduct:
         activation: str | None,
         out_scale: Tensor | None,
     ) -> Tensor:
-        """Int8 with scales per row on Tensor Cores."""
+        """Return the product (N, M) with scales per row, on Tensor Cores.
+
+        Of float rows (N, K), or of int8 ones that are quantized already, with scales (N,) or ().
+        """
         from cute_kernels.gemm.api import gemm
 
         assert isinstance(self.weight, GroupTensor)

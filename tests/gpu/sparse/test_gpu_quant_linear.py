@@ -230,7 +230,9 @@ def test_a_layer_writes_the_integers_of_the_next(dtype: torch.dtype, compiled: C
             y = model(x)
             assert model[0](x).dtype == torch.int8 and y.dtype == dtype
             assert float((y.double() - want.double()).norm() / want.double().norm()) < 1e-2
-        assert torch.equal(compiled(model)(x), y) or dtype != torch.float32
+        again = compiled(model)(x)  # a compiler's quotient may round to the next integer
+        assert torch.equal(again, y) or dtype != torch.float32
+        assert float((again.double() - y.double()).norm() / y.double().norm()) < 1e-2
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             z = model(x)

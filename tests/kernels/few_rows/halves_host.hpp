@@ -1,6 +1,8 @@
 // float16 and bfloat16 of a GPU in integers and doubles: each operation is exact, then rounded once, subnormals included.
 #pragma once
 
+#include "../gemm/epilogue_host.hpp"
+
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -101,14 +103,6 @@ inline float __uint_as_float(uint32_t x) { float y; std::memcpy(&y, &x, 4); retu
 inline uint32_t __float_as_uint(float x) { uint32_t y; std::memcpy(&y, &x, 4); return y; }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
-inline float __expf(float x) { return std::exp(x); }
-int __float2int_rn(float);
-namespace magicube {  // of epilogues that these kernels do not have
-float reciprocal_of_normal(float);
-float at_least(float, float);
-float tanh_of(float);
-template <int, bool> uint32_t pack_nearest(int, int, uint32_t);
-}  // namespace magicube
 // PRMT: a selector's nibble is the number of a byte; its upper bit, for the byte's sign, is not used here.
 inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selector) {
   const uint64_t both = uint64_t{b} << 32 | a;

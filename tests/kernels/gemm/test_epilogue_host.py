@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from cute_kernels.gemm.epilogue import NUMBERS, activate, integers_of
+from cute_kernels.cpu.linear import FUNCTIONS
+from cute_kernels.gemm.epilogue import activate, integers_of
 from tests.kernels.estimate.cta_host import HostKernels, has_compiler
 
 pytestmark = pytest.mark.skipif(not has_compiler(), reason="no g++")
@@ -79,14 +80,14 @@ def _compiled(source: str, tmp_path: Path) -> ctypes.CDLL:
     return ctypes.CDLL(str(library))
 
 
-def _finish(activation: str, out: str, coarse: bool = False) -> str:
+def _finish(activation: str | None, out: str, coarse: bool = False) -> str:
     header = Path(__file__).parents[1] / "estimate" / "cta_host.hpp"
-    return FINISH.format(header=header, activation=NUMBERS[activation], out=out, coarse=str(coarse).lower())
+    return FINISH.format(header=header, activation=FUNCTIONS.index(activation), out=out, coarse=str(coarse).lower())
 
 
-@pytest.mark.parametrize("activation", ["none", "gelu", "silu"])
+@pytest.mark.parametrize("activation", [None, "gelu", "silu"])
 @pytest.mark.parametrize("vector", [False, True])
-def test_int8_results_are_the_nearest_integers(activation: str, vector: bool, tmp_path: Path) -> None:
+def test_int8_results_are_the_nearest_integers(activation: str | None, vector: bool, tmp_path: Path) -> None:
     run = _compiled(_finish(activation, "int8_t"), tmp_path).run
     run.restype = ctypes.c_char_p
     m, n = (16, 32) if vector else (13, 27)
@@ -96,7 +97,7 @@ def test_int8_results_are_the_nearest_integers(activation: str, vector: bool, tm
     out = torch.full((16, 32), 99, dtype=torch.int8)
     pointers = ctypes.c_void_p(sums.data_ptr()), ctypes.c_void_p(out.data_ptr())
     assert not run(*pointers, ctypes.c_int64(32), m, n, vector, ctypes.c_float(float(scale.reciprocal())))
-    want = integers_of(activate(sums, None if activation == "none" else activation), scale)
+    want = integers_of(activate(sums, activation), scale)
     assert int((out[:m, :n].int() - want[:m, :n].int()).abs().max()) <= 1  # next to ties
     assert float((out[:m, :n] == want[:m, :n]).float().mean()) > 0.98 and torch.equal(out[0, :4], want[0, :4])
     assert bool((out[m:] == 99).all() and (out[:, n:] == 99).all())

@@ -4,6 +4,8 @@
 // behind random delays, as the hardware does things later than it is told to. Who waits for what never comes is told.
 #pragma once
 
+#include "../gemm/epilogue_host.hpp"
+
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -47,14 +49,6 @@ template <class T> T __ldg(const T* at) { return *at; }
 inline float __uint_as_float(uint32_t x) { float y; std::memcpy(&y, &x, 4); return y; }
 inline uint32_t __float_as_uint(float x) { uint32_t y; std::memcpy(&y, &x, 4); return y; }
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
-inline float __expf(float x) { return std::exp(x); }
-int __float2int_rn(float);
-namespace magicube {  // of epilogues that these kernels do not have
-float reciprocal_of_normal(float);
-float at_least(float, float);
-float tanh_of(float);
-template <int, bool> uint32_t pack_nearest(int, int, uint32_t);
-}  // namespace magicube
 inline __half __float2half_rn(float) { return {}; }
 inline __nv_bfloat16 __float2bfloat16_rn(float) { return {}; }
 using std::min;
