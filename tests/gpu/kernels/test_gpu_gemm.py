@@ -62,7 +62,15 @@ def total(a: list[Tensor], b: list[Tensor], products: Products, shift: int = 8) 
 
 def run(a: Any, b: Any, config: GemmConfig, out: Tensor, **options: Any) -> Tensor:
     """The product by one config, whatever would be chosen."""
-    given = {"shift": 8, "scale_a": None, "scale_b": None, "alpha": 1.0, "beta": 0.0, "c": None, "bias": None}
+    given: dict[str, Any] = {
+        "shift": 8,
+        "scale_a": None,
+        "scale_b": None,
+        "alpha": 1.0,
+        "beta": 0.0,
+        "c": None,
+        "bias": None,
+    }
     given |= {"activation": None, "out_scale": None} | options
     return gemm_cuda(_check(a, b, config.products.number, **given, out=out, out_dtype=out.dtype), out, config)
 

@@ -221,14 +221,16 @@ def mlp(dtype: torch.dtype) -> tuple[nn.Sequential, Tensor]:
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
 def test_a_layer_writes_the_integers_of_the_next(dtype: torch.dtype, compiled: Callable[..., Any]) -> None:
     model, x = mlp(dtype)
+    first, second = model[0], model[2]
+    assert isinstance(first, QuantLinear) and isinstance(second, QuantLinear)
     with torch.inference_mode():
         want = model(x)
         assert mc.nn.fuse_activations(model, x) == {"0": "gelu"}
         assert mc.nn.fuse_quantization(model, x) == {"0": "2"}
-        assert "writes int8" in str(model[0].explain())
+        assert "writes int8" in str(first.explain())
         for _ in range(3):  # recorded, then replayed
             y = model(x)
-            assert model[0](x).dtype == torch.int8 and y.dtype == dtype
+            assert first(x).dtype == torch.int8 and y.dtype == dtype
             assert float((y.double() - want.double()).norm() / want.double().norm()) < 1e-2
         again = compiled(model)(x)  # a compiler's quotient may round to the next integer
         assert torch.equal(again, y) or dtype != torch.float32
@@ -239,7 +241,8 @@ def test_a_layer_writes_the_integers_of_the_next(dtype: torch.dtype, compiled: C
         x.copy_(torch.randn_like(x))
         graph.replay()
         assert torch.equal(z, model(x))
-        model[2].act_scale *= 2
+        assert second.act_scale is not None
+        second.act_scale *= 2
         again = model(x)
         assert not torch.equal(z, again)
         assert float((z.double() - again.double()).norm() / z.double().norm()) < 4e-2
