@@ -319,9 +319,6 @@ inline void pdl_wait() {}
 inline float reciprocal_of_normal(float x) { return 1.0f / x; }
 inline float tanh_of(float x) { return std::tanh(x); }
 inline float at_least(float x, float low) { return x < low ? low : x; }
-template <int, bool> uint32_t pack_nearest(int low, int high, uint32_t) {
-  return (min(max(low, -128), 127) & 255) | (min(max(high, -128), 127) & 255) << 8;
-}
 inline uint32_t group_reduce_max(uint32_t x, int, uint32_t*) { return x; }
 namespace cluster {
 inline unsigned rank() { return 0; }

@@ -14,9 +14,16 @@ from cute_kernels.gemm.epilogue import activate, integers_of
 from tests.kernels.estimate.cta_host import HostKernels, has_compiler
 
 pytestmark = pytest.mark.skipif(not has_compiler(), reason="no g++")
+PACK = """
+namespace magicube {  // in place of device/packed_int.cuh
+template <int, bool> uint32_t pack_nearest(int low, int high, uint32_t) {
+  return (min(max(low, -128), 127) & 255) | (min(max(high, -128), 127) & 255) << 8;
+}
+}
+"""
 SOURCE = """
 #include "{header}"
-#include "gemm/epilogue.cuh"
+{pack}#include "gemm/epilogue.cuh"
 namespace magicube {{
 struct Config {{
   static constexpr int kLevels = {levels};
@@ -46,7 +53,7 @@ extern "C" const char* run(const int* sums, float* out, int64_t pitch, int m, in
 
 FINISH = """
 #include "{header}"
-#include "gemm/epilogue.cuh"
+{pack}#include "gemm/epilogue.cuh"
 namespace magicube {{
 struct Config {{
   static constexpr int kLevels = 1, kActivation = {activation};
@@ -82,7 +89,9 @@ def _compiled(source: str, tmp_path: Path) -> ctypes.CDLL:
 
 def _finish(activation: str | None, out: str, coarse: bool = False) -> str:
     header = Path(__file__).parents[1] / "estimate" / "cta_host.hpp"
-    return FINISH.format(header=header, activation=FUNCTIONS.index(activation), out=out, coarse=str(coarse).lower())
+    return FINISH.format(
+        header=header, pack=PACK, activation=FUNCTIONS.index(activation), out=out, coarse=str(coarse).lower()
+    )
 
 
 @pytest.mark.parametrize("activation", [None, "gelu", "silu"])
@@ -140,7 +149,7 @@ def test_the_visitor_gets_results_and_magnitudes(levels: int, vector: bool, tmp_
     sums[0, 0, 0], sums[1, 0, 0] = 1, -256  # they cancel
     rows, columns = 2.0 ** (torch.arange(16) % 5 - 2), 2.0 ** -(torch.arange(32) % 3).float()
     out, squares = torch.full((16, 32), torch.nan), torch.zeros(2, 32)
-    run = _compiled(SOURCE.format(header=header, levels=levels), tmp_path).run
+    run = _compiled(SOURCE.format(header=header, pack=PACK, levels=levels), tmp_path).run
     run.restype = ctypes.c_char_p
     pointers = [ctypes.c_void_p(each.data_ptr()) for each in (sums, out, rows, columns, squares)]
     assert not run(*pointers[:2], ctypes.c_int64(32), m, n, *pointers[2:4], vector, pointers[4])
