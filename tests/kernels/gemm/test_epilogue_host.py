@@ -106,7 +106,7 @@ def test_int8_results_are_the_nearest_integers(activation: str | None, vector: b
     out = torch.full((16, 32), 99, dtype=torch.int8)
     pointers = ctypes.c_void_p(sums.data_ptr()), ctypes.c_void_p(out.data_ptr())
     assert not run(*pointers, ctypes.c_int64(32), m, n, vector, ctypes.c_float(float(scale.reciprocal())))
-    want = integers_of(activate(sums, activation), scale)
+    want = integers_of(activate(sums.double(), activation).float(), scale)  # GELU of inf in float32 is NaN on some CPUs
     assert int((out[:m, :n].int() - want[:m, :n].int()).abs().max()) <= 1  # next to ties
     assert float((out[:m, :n] == want[:m, :n]).float().mean()) > 0.98 and torch.equal(out[0, :4], want[0, :4])
     assert bool((out[m:] == 99).all() and (out[:, n:] == 99).all())
