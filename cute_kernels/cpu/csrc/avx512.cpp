@@ -142,10 +142,10 @@ struct Avx512 : FewColumns512 {
 
   // Rows x Vectors accumulators fill half of the registers; quads stay in registers. Storing them for a second use costs more
   // than recomputing them: later loads stall behind stores 4 KiB away (aliasing).
-  // Every loop over the accumulator array must unroll, or the compiler keeps it in memory. Here GCC 12 copies the sums of asm
-  // statements from register to register, those of the intrinsic not.
+  // Every loop over the accumulator array must unroll, or the compiler keeps it in memory; inlined, the sums of asm statements too.
+  // What is read of A next is fetched block by block: a row's at once would fill the buffers of misses.
   template <int Rows, bool Signed, int First, int Vectors>
-  static void pass(const RowTile& at) {
+  __attribute__((noinline)) static void pass(const RowTile& at) {
     __m512i sum[Rows][Vectors];
     int32_t* const sums = at.sums + First * 16;
 #pragma GCC unroll 8
@@ -167,8 +167,13 @@ struct Avx512 : FewColumns512 {
       interleave<Signed, First, Vectors>(k, b);
 #pragma GCC unroll 8
       for (int r = 0; r < Rows; ++r) {
+        const uint8_t* const four_at = r < 3 ? values + r * stride : values3 + (r - 3) * stride;
+        if constexpr (Vectors == 1) {
+          dot_four<Signed>(sum[r][0], b[0], four_at);
+          continue;
+        }
         int32_t four;
-        std::memcpy(&four, r < 3 ? values + r * stride : values3 + (r - 3) * stride, 4);
+        std::memcpy(&four, four_at, 4);
         const __m512i a = _mm512_set1_epi32(four);
 #pragma GCC unroll 4
         for (int q = 0; q < Vectors; ++q) sum[r][q] = Signed ? _mm512_dpbusd_epi32(sum[r][q], b[q], a) : _mm512_dpbusd_epi32(sum[r][q], a, b[q]);
@@ -176,6 +181,10 @@ struct Avx512 : FewColumns512 {
       values += kQuad;
       values3 += kQuad;
       if (__builtin_expect(--in_block == 0, 0)) {  // unlikely branch: a second jump per group costs 5%
+        if (First == 0) {
+          for (int64_t i = 0; i < stride; i += 16) __builtin_prefetch(columns + kAhead / 8 + i);
+          for (int64_t byte = 0; byte < stride * Rows; byte += 64) __builtin_prefetch(values + kAhead + byte);
+        }
         values += skip;
         values3 += skip;
         in_block = at.stride / kQuad;
@@ -209,10 +218,6 @@ struct Avx512 : FewColumns512 {
   }
 
   static void row_tile(const RowTile& at) {
-    for (int64_t i = 0; i < at.count; i += 16) {  // a block holds at least sixteen columns
-      __builtin_prefetch(at.columns + kAhead / 8 + i);
-      for (int64_t byte = 0; byte < 16 * at.rows; byte += 64) __builtin_prefetch(at.values + kAhead + i * at.vector_length + byte);
-    }
     at.a_signed ? tile_as<true>(at) : tile_as<false>(at);
   }
 

@@ -45,9 +45,10 @@ struct FewColumns512 {
   }
 
   // The bytes of x whose bits are set, one behind another. vpcompressb waits for the old value of its destination, zeroed or not:
-  // four destinations take turns.
-  __attribute__((target("avx512vbmi2"))) static void keep(const uint64_t* masks, int64_t words, const uint8_t* x, uint8_t* to,
-                                                          const uint8_t* values) {
+  // four destinations take turns. Short: hardly a word keeps more than half of its bytes, and half a store seldom crosses a line.
+  template <bool Short>
+  __attribute__((target("avx512vbmi2"))) static void keep_as(const uint64_t* masks, int64_t words, const uint8_t* x, uint8_t* to,
+                                                             const uint8_t* values) {
     for (; words >= 4; words -= 4, masks += 4, x += 4 * 64, values += 4 * 64) {
       __builtin_prefetch(masks + kAhead / 8);
 #pragma GCC unroll 4
@@ -58,14 +59,20 @@ struct FewColumns512 {
       asm volatile("" : "+v"(kept[0]), "+v"(kept[1]), "+v"(kept[2]), "+v"(kept[3]));
 #pragma GCC unroll 4
       for (int i = 0; i < 4; ++i) {
-        _mm512_storeu_si512(to, kept[i]);
-        to += __builtin_popcountll(masks[i]);
+        const int here = __builtin_popcountll(masks[i]);
+        if (Short) _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_castsi512_si256(kept[i]));
+        if (!Short || __builtin_expect(here > 32, 0)) _mm512_storeu_si512(to, kept[i]);
+        to += here;
       }
     }
     for (; words > 0; --words, ++masks, x += 64) {
       _mm512_storeu_si512(to, _mm512_maskz_compress_epi8(*masks, _mm512_loadu_si512(x)));
       to += __builtin_popcountll(*masks);
     }
+  }
+
+  static void keep(const uint64_t* masks, int64_t words, int64_t count, const uint8_t* x, uint8_t* to, const uint8_t* values) {
+    count <= words * 16 ? keep_as<true>(masks, words, x, to, values) : keep_as<false>(masks, words, x, to, values);
   }
 
   // The entries of one column of B at the columns of a vector row.
@@ -126,11 +133,29 @@ struct FewColumns512 {
     return _mm_load_si128(reinterpret_cast<const __m128i*>(at.panel + int64_t{column} * 16));
   }
 
-  // Sixteen columns of B: four of its rows, interleaved, times four values of each row of A.
-  template <int Rows, int Stride, bool Signed>
-  __attribute__((noinline)) static void few_sixteen(const FewTile& at) {
+  // Four rows of sixteen columns of B, interleaved. With VBMI one instruction does it; a function that GCC compiles for VBMI would
+  // not be inlined.
+  template <bool HasVbmi>
+  static __m512i quads_of_sixteen(const FewTile& at, const int32_t* columns) {
+    const __m256i low = _mm256_inserti128_si256(_mm256_castsi128_si256(sixteen(at, columns[0])), sixteen(at, columns[1]), 1);   // (2, 16)
+    const __m256i high = _mm256_inserti128_si256(_mm256_castsi128_si256(sixteen(at, columns[2])), sixteen(at, columns[3]), 1);  // (2, 16)
+    if (HasVbmi) {
+      constexpr auto four = [](int column) { return 0x50401000 + column * 0x01010101; };  // bit 6: of the higher rows
+      const __m512i order = _mm512_setr_epi32(four(0), four(1), four(2), four(3), four(4), four(5), four(6), four(7), four(8), four(9),
+                                              four(10), four(11), four(12), four(13), four(14), four(15));
+      __m512i quads = _mm512_castsi256_si512(low);
+      asm("vpermt2b %2, %1, %0" : "+v"(quads) : "v"(order), "v"(_mm512_castsi256_si512(high)));
+      return quads;  // (16, 4)
+    }
     const __m512i dwords = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     const __m512i bytes = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
+    const __m512i k = _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);   // (4, 16)
+    return _mm512_shuffle_epi8(_mm512_permutexvar_epi32(dwords, k), bytes);      // (16, 4)
+  }
+
+  // Sixteen columns of B: four of its rows, interleaved, times four values of each row of A.
+  template <int Rows, int Stride, bool Signed, bool HasVbmi>
+  __attribute__((noinline)) static void few_sixteen(const FewTile& at) {
     __m512i sum[Rows];
 #pragma GCC unroll 8
     for (int r = 0; r < Rows; ++r) sum[r] = _mm512_set1_epi32(at.start[r]);
@@ -139,15 +164,11 @@ struct FewColumns512 {
     const int64_t skip = int64_t{Stride} * at.vector_length;
     for (const int32_t* const stop = columns + at.count; columns < stop; block += skip) {
 #pragma GCC unroll 8
-      for (int i = 0; i < Rows * Stride; i += 64) __builtin_prefetch(block + kAhead + i);
+      for (int i = 0; i < Rows * Stride; i += 64) __builtin_prefetch(block + kAhead + i, 0, 2);  // to L2: rows of B need L1
 #pragma GCC unroll 4
-      for (int i = 0; i < Stride; i += 16) __builtin_prefetch(columns + kAhead / 8 + i);
+      for (int i = 0; i < Stride; i += 16) __builtin_prefetch(columns + kAhead / 8 + i, 0, 2);
       for (const uint8_t *values = block, *const end = block + Stride; values < end; values += kQuad, columns += kQuad) {
-        __m512i k = _mm512_castsi128_si512(sixteen(at, columns[0]));
-        k = _mm512_mask_broadcast_i32x4(k, 0x00f0, sixteen(at, columns[1]));
-        k = _mm512_mask_broadcast_i32x4(k, 0x0f00, sixteen(at, columns[2]));
-        k = _mm512_mask_broadcast_i32x4(k, 0xf000, sixteen(at, columns[3]));  // (4, 16)
-        const __m512i right = dense_side<Signed>(_mm512_shuffle_epi8(_mm512_permutexvar_epi32(dwords, k), bytes));  // (16, 4)
+        const __m512i right = dense_side<Signed>(quads_of_sixteen<HasVbmi>(at, columns));  // (16, 4)
 #pragma GCC unroll 8
         for (int r = 0; r < Rows; ++r) dot_four<Signed>(sum[r], right, values + r * Stride);
       }
@@ -158,7 +179,9 @@ struct FewColumns512 {
 
   template <int Rows, int Stride, bool Signed>
   static void few_as(const FewTile& at) {
-    if (at.width == 16) return few_sixteen<Rows, Stride, Signed>(at);
+    if (at.width == 16) {
+      return __builtin_cpu_supports("avx512vbmi") ? few_sixteen<Rows, Stride, Signed, true>(at) : few_sixteen<Rows, Stride, Signed, false>(at);
+    }
     if (!at.columns) return dots_one<Rows, Stride, Signed>(at, at.panel);
     alignas(64) uint8_t x[magicube::kExactRun + kPanel];
     gather_one(at, x);

@@ -61,10 +61,24 @@ inline void write_run(const Total* totals, int64_t count, Total offset, float ro
   store_floats(scaled, count, type, out, at);
 }
 
+// Of a matrix whose rows become columns.
+struct TurnedScales {
+  const float *rows, *columns, *bias;
+
+  TurnedScales from(int64_t row, int64_t column) const { return {rows + row, columns + column, bias + row}; }
+};
+
 #ifdef __AVX512F__
-// Sixteen rows and columns of floats, turned: whole cache lines of float32 are stored.
-template <class Real>
-void store_turned_square(const float* from, int64_t from_pitch, Real* out, int64_t pitch) {
+// Sixteen rows and columns of floats, or of int32 that are scaled, turned: whole cache lines of float32 are stored.
+template <bool Scales, class Real>
+void store_turned_square(const float* from, int64_t from_pitch, Real* out, int64_t pitch, TurnedScales by) {
+  const auto store = [&](int c, __m512 line) {
+    if (Scales) {
+      const __m512 rows = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_castps_si512(line)), _mm512_loadu_ps(by.rows));
+      line = _mm512_add_ps(_mm512_mul_ps(rows, _mm512_set1_ps(by.columns[c])), _mm512_loadu_ps(by.bias));
+    }
+    store_vector(out + c * pitch, line);
+  };
   __m512 x[16], y[16];
 #pragma GCC unroll 16
   for (int i = 0; i < 16; ++i) x[i] = _mm512_loadu_ps(from + i * from_pitch);
@@ -85,16 +99,23 @@ void store_turned_square(const float* from, int64_t from_pitch, Real* out, int64
   for (int c = 0; c < 4; ++c) {
     const __m512 a = _mm512_shuffle_f32x4(x[c], x[c + 4], 0x88), b = _mm512_shuffle_f32x4(x[c + 8], x[c + 12], 0x88);  // c and c + 8
     const __m512 d = _mm512_shuffle_f32x4(x[c], x[c + 4], 0xdd), e = _mm512_shuffle_f32x4(x[c + 8], x[c + 12], 0xdd);  // the others
-    store_vector(out + c * pitch, _mm512_shuffle_f32x4(a, b, 0x88));
-    store_vector(out + (c + 4) * pitch, _mm512_shuffle_f32x4(d, e, 0x88));
-    store_vector(out + (c + 8) * pitch, _mm512_shuffle_f32x4(a, b, 0xdd));
-    store_vector(out + (c + 12) * pitch, _mm512_shuffle_f32x4(d, e, 0xdd));
+    store(c, _mm512_shuffle_f32x4(a, b, 0x88));
+    store(c + 4, _mm512_shuffle_f32x4(d, e, 0x88));
+    store(c + 8, _mm512_shuffle_f32x4(a, b, 0xdd));
+    store(c + 12, _mm512_shuffle_f32x4(d, e, 0xdd));
   }
 }
 #elif defined(__AVX2__)
-// Eight rows and columns of floats, turned.
-template <class Real>
-void store_turned_square(const float* from, int64_t from_pitch, Real* out, int64_t pitch) {
+// Eight rows and columns of floats, or of int32 that are scaled, turned.
+template <bool Scales, class Real>
+void store_turned_square(const float* from, int64_t from_pitch, Real* out, int64_t pitch, TurnedScales by) {
+  const auto store = [&](int c, __m256 line) {
+    if (Scales) {
+      const __m256 rows = _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_castps_si256(line)), _mm256_loadu_ps(by.rows));
+      line = _mm256_add_ps(_mm256_mul_ps(rows, _mm256_set1_ps(by.columns[c])), _mm256_loadu_ps(by.bias));
+    }
+    store_vector(out + c * pitch, line);
+  };
   __m256 x[8], y[8];
   for (int i = 0; i < 8; ++i) x[i] = _mm256_loadu_ps(from + i * from_pitch);
   for (int i = 0; i < 8; i += 2) {  // pairs of rows
@@ -108,27 +129,35 @@ void store_turned_square(const float* from, int64_t from_pitch, Real* out, int64
     }
   }
   for (int i = 0; i < 4; ++i) {
-    store_vector(out + i * pitch, _mm256_permute2f128_ps(x[i], x[i + 4], 0x20));
-    store_vector(out + (i + 4) * pitch, _mm256_permute2f128_ps(x[i], x[i + 4], 0x31));
+    store(i, _mm256_permute2f128_ps(x[i], x[i + 4], 0x20));
+    store(i + 4, _mm256_permute2f128_ps(x[i], x[i + 4], 0x31));
   }
 }
 #endif
 
-// Rows of floats as columns: out[j * pitch + r] = from[r * from_pitch + j]. All of a row of the output comes before the next: the
-// rows may share a set of a cache.
-template <class Real>
-void store_turned(const float* from, int64_t from_pitch, int64_t rows, int64_t width, Real* out, int64_t pitch) {
+// Rows as columns: out[j * pitch + r] = from[r * from_pitch + j], which with Scales are int32. All of a row of the output comes
+// before the next: the rows may share a set of a cache.
+template <bool Scales, class Real>
+void store_turned(const float* from, int64_t from_pitch, int64_t rows, int64_t width, Real* out, int64_t pitch, TurnedScales by) {
   constexpr int64_t kSide = kLanes ? kLanes : 8;
   for (int64_t j0 = 0; j0 < width; j0 += kSide) {
     const int64_t columns = width - j0 < kSide ? width - j0 : kSide;
     int64_t r0 = 0;
 #ifdef __AVX2__
     for (; columns == kSide && r0 + kSide <= rows; r0 += kSide) {
-      store_turned_square(from + r0 * from_pitch + j0, from_pitch, out + j0 * pitch + r0, pitch);
+      store_turned_square<Scales>(from + r0 * from_pitch + j0, from_pitch, out + j0 * pitch + r0, pitch, by.from(r0, j0));
     }
 #endif
     for (int64_t j = j0; j < j0 + columns; ++j) {
-      for (int64_t r = r0; r < rows; ++r) store_float(out + j * pitch + r, from[r * from_pitch + j]);
+      for (int64_t r = r0; r < rows; ++r) {
+        float value = from[r * from_pitch + j];
+        if (Scales) {
+          int32_t integer;
+          std::memcpy(&integer, &value, sizeof integer);
+          value = static_cast<float>(integer) * by.rows[r] * by.columns[j] + by.bias[r];
+        }
+        store_float(out + j * pitch + r, value);
+      }
     }
   }
 }

@@ -31,29 +31,32 @@ void round_in_double(const float* __restrict x, double inverse, double low, doub
 }
 
 constexpr float kShift = 0x1.8p23f;  // adding it rounds to an integer, which the lowest bits of the sum hold
-constexpr float kSafe = 0.5f - 0x1p-16f;
 
-// The same in float32 for integers of at most 8 bits. With the quotient v, whose relative error is 2^-24, an integer q within
-// kSafe of v is the nearest one to the exact quotient: 129 2^-24 < 2^-16. Returns the bits of the largest |v - q|, above those of
-// kSafe if NaN occurs. Separate function: compilers honor `restrict` on parameters.
+// Floats on both sides of the normal inverse of a scale: where the quotients by both round to the same integer, so does the exact
+// one. The same twice if float32 is sure.
+struct FloatInverse {
+  float under, over;
+};
+
+// The same in float32 for integers of at most 8 bits. Returns whether both inverses gave all of them, and nothing is NaN. Separate
+// function: compilers honor `restrict` on parameters.
 template <class Code>
-int32_t round_in_float(const float* __restrict x, float inverse, float low, float high, int64_t count, int offset,
-                       Code* __restrict out) {
+bool round_in_float(const float* __restrict x, FloatInverse inverse, float low, float high, int64_t count, int offset,
+                    Code* __restrict out) {
   const float least = kShift + low, most = kShift + high;
   const int32_t less = bits_of(kShift) - offset;
-  int32_t worst = 0;
+  int32_t apart = 0;
   for (int64_t j = 0; j < count; ++j) {
-    float shifted = __builtin_fmaf(x[j], inverse, kShift);
-    const int32_t distance = magnitude(__builtin_fmaf(x[j], inverse, kShift - shifted));
-    worst = distance > worst ? distance : worst;
+    float shifted = __builtin_fmaf(x[j], inverse.under, kShift);
+    apart |= (bits_of(shifted) ^ bits_of(__builtin_fmaf(x[j], inverse.over, kShift))) | (shifted != shifted);
     shifted = shifted > least ? shifted : least;
     shifted = shifted < most ? shifted : most;
     out[j] = static_cast<Code>(bits_of(shifted) - less);
   }
-  return worst;
+  return apart == 0;
 }
 
-constexpr int64_t kRoundBlock = 64;
+constexpr int64_t kRoundBlock = 64, kRoundMost = 1024;  // a branch a block costs as much as its arithmetic
 
 #ifdef __AVX512F__
 // Integers of four vectors as codes.
@@ -71,26 +74,37 @@ inline void store_codes(const __m512i q[4], uint8_t* out) {
   for (int i = 0; i < 4; ++i) _mm_storeu_si128(reinterpret_cast<__m128i*>(out) + i, _mm512_cvtepi32_epi8(q[i]));
 }
 
-// round_in_float of kRoundBlock entries. Without Clamps, quotients lie between low and high. Sure: float32 rounds all of them right.
+// round_in_float of blocks. Without Clamps, quotients are numbers between low and high.
 template <bool Clamps, bool Sure, class Real, class Code>
-int32_t round_block(const Real* x, float inverse32, float low, float high, int offset, Code* out) {
-  const __m512 inverse = _mm512_set1_ps(inverse32), shift = _mm512_set1_ps(kShift);
+bool round_blocks(const Real* x, FloatInverse inverse, float low, float high, int64_t count, int64_t ahead, int offset, Code* out) {
+  const __m512 under = _mm512_set1_ps(inverse.under), over = _mm512_set1_ps(inverse.over), shift = _mm512_set1_ps(kShift);
   const __m512 least = _mm512_set1_ps(kShift + low), most = _mm512_set1_ps(kShift + high);
-  const __m512i less = _mm512_set1_epi32(bits_of(kShift) - offset), positive = _mm512_set1_epi32(0x7fffffff);
-  __m512i q[4], worst = _mm512_setzero_si512();
+  const __m512i less = _mm512_set1_epi32(bits_of(kShift) - offset);
+  __m512i apart = _mm512_setzero_si512();
+  uint32_t numbers = 0xffff;
+  for (int64_t at = 0; at < count; at += kRoundBlock) {
+    __m512 shifted[4];
+    __m512i q[4];
 #pragma GCC unroll 4
-  for (int i = 0; i < 4; ++i) {
-    const __m512 value = load_vector(x + i * 16);
-    __m512 shifted = _mm512_fmadd_ps(value, inverse, shift);
-    if (!Sure) {
-      const __m512 distance = _mm512_fmadd_ps(value, inverse, _mm512_sub_ps(shift, shifted));
-      worst = _mm512_max_epi32(worst, _mm512_and_si512(_mm512_castps_si512(distance), positive));
+    for (int i = 0; i < 4; ++i) {
+      __builtin_prefetch(x + ahead + at + i * 16);
+      const __m512 value = load_vector(x + at + i * 16);
+      shifted[i] = _mm512_fmadd_ps(value, under, shift);
+      if (!Sure) {
+        const __m512 other = _mm512_fmadd_ps(value, over, shift);
+        apart = _mm512_ternarylogic_epi32(apart, _mm512_castps_si512(shifted[i]), _mm512_castps_si512(other), 0xf6);  // a | (b ^ c)
+      }
     }
-    if (Clamps) shifted = _mm512_min_ps(_mm512_max_ps(shifted, least), most);
-    q[i] = _mm512_sub_epi32(_mm512_castps_si512(shifted), less);
+    if (Clamps) {
+      numbers &= _mm512_cmp_ps_mask(shifted[0], shifted[1], _CMP_ORD_Q) & _mm512_cmp_ps_mask(shifted[2], shifted[3], _CMP_ORD_Q);
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; ++i) shifted[i] = _mm512_min_ps(_mm512_max_ps(shifted[i], least), most);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) q[i] = _mm512_sub_epi32(_mm512_castps_si512(shifted[i]), less);
+    store_codes(q, out + at);
   }
-  store_codes(q, out);
-  return _mm512_cmpgt_epi32_mask(worst, _mm512_set1_epi32(bits_of(kSafe))) ? bits_of(1.0f) : 0;
+  return numbers == 0xffff && _mm512_test_epi32_mask(apart, apart) == 0;
 }
 #elif defined(__AVX2__)
 // Integers of four vectors as codes. GCC narrows by a mask and a permutation for every two vectors.
@@ -116,37 +130,40 @@ inline void store_codes(const __m256i q[4], uint8_t* out) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), in_order(bytes));
 }
 
-// round_in_float of kRoundBlock entries. Without Clamps, quotients lie between low and high. Sure: float32 rounds all of them right.
+// round_in_float of blocks. Without Clamps, quotients are numbers between low and high.
 template <bool Clamps, bool Sure, class Real, class Code>
-int32_t round_block(const Real* x, float inverse32, float low, float high, int offset, Code* out) {
-  const __m256 inverse = _mm256_set1_ps(inverse32), shift = _mm256_set1_ps(kShift);
+bool round_blocks(const Real* x, FloatInverse inverse, float low, float high, int64_t count, int64_t ahead, int offset, Code* out) {
+  const __m256 under = _mm256_set1_ps(inverse.under), over = _mm256_set1_ps(inverse.over), shift = _mm256_set1_ps(kShift);
   const __m256 least = _mm256_set1_ps(kShift + low), most = _mm256_set1_ps(kShift + high);
-  const __m256i less = _mm256_set1_epi32(bits_of(kShift) - offset), positive = _mm256_set1_epi32(0x7fffffff);
-  __m256i worst = _mm256_setzero_si256();
-#pragma GCC unroll 2
-  for (int64_t at = 0; at < kRoundBlock; at += 32) {
+  const __m256i less = _mm256_set1_epi32(bits_of(kShift) - offset);
+  __m256 apart = _mm256_setzero_ps();
+  for (int64_t at = 0; at < count; at += 32) {
+    __m256 shifted[4];
     __m256i q[4];
 #pragma GCC unroll 4
     for (int i = 0; i < 4; ++i) {
+      if (i % 2 == 0) __builtin_prefetch(x + ahead + at + i * 8);
       const __m256 value = load_vector(x + at + i * 8);
-      __m256 shifted = _mm256_fmadd_ps(value, inverse, shift);
-      if (!Sure) {
-        const __m256 distance = _mm256_fmadd_ps(value, inverse, _mm256_sub_ps(shift, shifted));
-        worst = _mm256_max_epi32(worst, _mm256_and_si256(_mm256_castps_si256(distance), positive));
-      }
-      if (Clamps) shifted = _mm256_min_ps(_mm256_max_ps(shifted, least), most);
-      q[i] = _mm256_sub_epi32(_mm256_castps_si256(shifted), less);
+      shifted[i] = _mm256_fmadd_ps(value, under, shift);
+      if (!Sure) apart = _mm256_or_ps(apart, _mm256_xor_ps(shifted[i], _mm256_fmadd_ps(value, over, shift)));
     }
+    if (Clamps) {
+      const __m256 first = _mm256_cmp_ps(shifted[0], shifted[1], _CMP_UNORD_Q), second = _mm256_cmp_ps(shifted[2], shifted[3], _CMP_UNORD_Q);
+      apart = _mm256_or_ps(apart, _mm256_or_ps(first, second));
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; ++i) shifted[i] = _mm256_min_ps(_mm256_max_ps(shifted[i], least), most);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) q[i] = _mm256_sub_epi32(_mm256_castps_si256(shifted[i]), less);
     store_codes(q, out + at);
   }
-  const __m256i far = _mm256_cmpgt_epi32(worst, _mm256_set1_epi32(bits_of(kSafe)));
-  return _mm256_testz_si256(far, far) ? 0 : bits_of(1.0f);
+  return _mm256_testz_si256(_mm256_castps_si256(apart), _mm256_castps_si256(apart));
 }
 #else
 template <bool Clamps, bool, class Real, class Code>
-int32_t round_block(const Real* x, float inverse, float low, float high, int offset, Code* out) {
-  float block[kRoundBlock];
-  return round_in_float(as_floats(x, kRoundBlock, block), inverse, low, high, kRoundBlock, offset, out);
+bool round_blocks(const Real* x, FloatInverse inverse, float low, float high, int64_t count, int64_t, int offset, Code* out) {
+  float block[kRoundMost];
+  return round_in_float(as_floats(x, count, block), inverse, low, high, count, offset, out);
 }
 #endif
 
@@ -169,15 +186,17 @@ void round_row(const Real* x, double inverse, double low, double high, int64_t c
   const bool normal = rounds_in_float(inverse);
   const auto inverse32 = static_cast<float>(normal ? inverse : 1.0), low32 = static_cast<float>(low);
   const auto high32 = static_cast<float>(high);
-  float block[kRoundBlock];
-  for (int64_t at = 0; at < count; at += kRoundBlock) {
-    const int64_t here = lesser(kRoundBlock, count - at);
-    for (int64_t i = 0; i < here; i += 64 / static_cast<int64_t>(sizeof(Real))) __builtin_prefetch(x + count + at + i);
+  const FloatInverse inverses = Sure ? FloatInverse{inverse32, inverse32}
+                                     : FloatInverse{from_bits<float>(bits_of(inverse32) - 1), from_bits<float>(bits_of(inverse32) + 1)};
+  float block[kRoundMost];
+  int64_t here = 0;
+  for (int64_t at = 0; at < count; at += here) {
+    const int64_t blocks = lesser(kRoundMost, count - at) / kRoundBlock * kRoundBlock;
+    here = blocks ? blocks : count - at;
     if (normal) {
-      const int32_t worst = here == kRoundBlock
-                                ? round_block<Clamps, Sure>(x + at, inverse32, low32, high32, offset, out + at)
-                                : round_in_float(as_floats(x + at, here, block), inverse32, low32, high32, here, offset, out + at);
-      if (Sure || worst <= bits_of(kSafe)) continue;
+      const bool holds = blocks ? round_blocks<Clamps, Sure>(x + at, inverses, low32, high32, here, count, offset, out + at)
+                                : round_in_float(as_floats(x + at, here, block), inverses, low32, high32, here, offset, out + at);
+      if (Sure || holds) continue;
     }
     round_in_double(as_floats(x + at, here, block), inverse, low, high, here, offset, out + at);
   }
@@ -213,13 +232,16 @@ int32_t row_absmax(const Real16* __restrict x, int64_t count) {
   return bits_of(load_float(&largest));
 }
 
-// The integers of a row, plus an offset. Returns its scale.
-template <class Real, class Code>
-float quantize_reals(const Real* x, const DenseLeft& left, int64_t columns, int offset, Code* out) {
-  if (left.scale) {
-    round_row<true>(x, inverse_of(*left.scale), left.low, left.high, columns, offset, out);
-    return *left.scale;
-  }
+// How a row becomes integers.
+struct RowRounding {
+  float scale;
+  double inverse;
+  bool is_sure;  // float32 rounds all of them right
+};
+
+template <class Real>
+RowRounding rounding_of(const Real* x, const DenseLeft& left, int64_t columns) {
+  if (left.scale) return {*left.scale, inverse_of(*left.scale), false};
   const int32_t absmax_bits = row_absmax(x, columns);
   const float scale = scale_of<float>(absmax_bits, left.high);
   const double inverse = inverse_of(scale);
@@ -229,22 +251,48 @@ float quantize_reals(const Real* x, const DenseLeft& left, int64_t columns, int 
     // would be met often.
     const double excess = static_cast<double>(from_bits<float>(absmax_bits)) - scale * left.high;  // exact
     if (left.high == 127.0 && excess != 0.0 && rounds_in_float(inverse)) {
-      const double biased = inverse * (excess > 0.0 ? 1.0 + 0x1p-22 : 1.0 - 0x1p-22);
-      round_row<false, true>(x, biased, left.low, left.high, columns, offset, out);
-      return scale;
+      return {scale, inverse * (excess > 0.0 ? 1.0 + 0x1p-22 : 1.0 - 0x1p-22), true};
     }
   }
-  round_row<false>(x, inverse, left.low, left.high, columns, offset, out);  // at most high, but for a scale below 2^-127
-  return scale;
+  return {scale, inverse, false};
 }
 
-// The same of row i.
+// Quotients by a row's own scale are at most high, but for a scale below 2^-127.
+template <class Real, class Code>
+void round_row_by(const RowRounding& by, const Real* x, const DenseLeft& left, int64_t columns, int offset, Code* out) {
+  if (left.scale) return round_row<true>(x, by.inverse, left.low, left.high, columns, offset, out);
+  if constexpr (sizeof(Real) == 2) {
+    if (by.is_sure) return round_row<false, true>(x, by.inverse, left.low, left.high, columns, offset, out);
+  }
+  round_row<false>(x, by.inverse, left.low, left.high, columns, offset, out);
+}
+
+constexpr int64_t kRowsAtOnce = 8, kRowBytesAtOnce = 1 << 14;  // of float32, in L1
+
+// The integers of rows from `first` on, plus an offset, and their scales. What comes before the rounding of a short row takes as long
+// as that: several rows do not wait for each other.
 template <class Code>
-float quantize_row(const DenseLeft& left, int64_t i, int64_t columns, int offset, Code* out) {
-  const auto quantize_as = [&](auto* reals) { return quantize_reals(reals + i * left.row_elements, left, columns, offset, out); };
+void quantize_rows(const DenseLeft& left, int64_t first, int64_t count, int64_t columns, int offset, Code* out, int64_t pitch, float* scales) {
+  const auto quantize_as = [&](const auto* reals) {
+    RowRounding by[kRowsAtOnce];
+    reals += first * left.row_elements;
+    for (int64_t i = 0; i < count; ++i) by[i] = rounding_of(reals + i * left.row_elements, left, columns);
+    for (int64_t i = 0; i < count; ++i) {
+      scales[i] = by[i].scale;
+      round_row_by(by[i], reals + i * left.row_elements, left, columns, offset, out + i * pitch);
+    }
+  };
   if (left.reals_type == magicube::Out::kFloat16) return quantize_as(static_cast<const Float16*>(left.reals));
   if (left.reals_type == magicube::Out::kBFloat16) return quantize_as(static_cast<const BFloat16*>(left.reals));
   return quantize_as(static_cast<const float*>(left.reals));
+}
+
+// The same of row i. Returns its scale.
+template <class Code>
+float quantize_row(const DenseLeft& left, int64_t i, int64_t columns, int offset, Code* out) {
+  float scale;
+  quantize_rows(left, i, 1, columns, offset, out, 0, &scale);
+  return scale;
 }
 
 template <class Real>

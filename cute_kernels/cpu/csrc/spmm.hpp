@@ -17,7 +17,7 @@ namespace {  // compiled once per instruction set
 
 using magicube::kQuad;
 
-constexpr float kZeros[magicube::kMaxVector] = {};  // absent bias
+alignas(64) constexpr float kZeros[kPanel] = {};  // absent bias
 alignas(64) constexpr float kOnes[kPanel] = {       // absent scales
     1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1,
     1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
@@ -137,6 +137,11 @@ struct SpmmRow {
     body(to);
   }
 
+  // Whether results that are to be turned are int32 until then: beside the products, those of floats would wait for their ports.
+  bool scales_turned() const {
+    return args.turned && args.a.digits() * args.b.digits() == 1 && args.a.columns_total <= kExactRun;
+  }
+
   // Results of the accumulators or totals, minus the offset of their row.
   template <class Total>
   void write(const Total* from, int64_t vector_row, int64_t batch, int64_t n0, int64_t width, float* floats) const {
@@ -144,7 +149,7 @@ struct SpmmRow {
     const float* const columns = scales.columns ? scales.columns + batch * scales.column_batch + n0 : nullptr;
     const int64_t row0 = vector_row * args.a.vector_length, rows = lesser(args.a.vector_length, args.a.rows - row0);
     if constexpr (sizeof(Total) == sizeof(int32_t)) {
-      if ((floats || args.out_type == Out::kFloat32) && width % kScaledColumns == 0) {
+      if ((floats || args.out_type == Out::kFloat32) && !(floats && scales_turned()) && width % kScaledColumns == 0) {
         with_output(vector_row, batch, n0, floats, [&](const RowOutput& to) {
           alignas(64) float results[magicube::kMaxVector * kColumns];
           scale_rows<kColumns>(from, rows, width, to.offsets, to.row_scales, to.column_scales, to.bias, to.streams ? results : to.out,
@@ -160,7 +165,7 @@ struct SpmmRow {
     const float* const row_scales = scales.rows ? scales.rows + batch * scales.row_batch + row0 : kOnes;
     const float* const bias = scales.bias ? scales.bias + row0 : kZeros;
     for (int64_t v = 0; floats && v < rows; ++v, from += kColumns) {
-      write_run(from, width, offsets[v], row_scales[v], columns, bias[v], Out::kFloat32, floats, v * kColumns);
+      write_run(from, width, offsets[v], row_scales[v], columns, bias[v], scales_turned() ? Out::kInt32 : Out::kFloat32, floats, v * kColumns);
     }
     if (floats) return;
     const int64_t element = element_bytes(args.out_type);
@@ -194,7 +199,7 @@ struct SpmmRow {
     return chunks < 2 ? kMost : ((count + chunks - 1) / chunks + args.a.stride - 1) / args.a.stride * args.a.stride;
   }
 
-  // A vector row's results to the output, or as float32 to rows of kColumns floats.
+  // A vector row's results to the output, or as float32, or int32 to be scaled later, to rows of kColumns.
   void run(const uint8_t* panel, int64_t vector_row, int64_t batch, int64_t n0, int64_t width, float* floats) const {
     const int64_t begin = args.a.row_start[vector_row], end = args.a.row_end[vector_row];
     const int planes = args.a.digits() * args.b.digits();
@@ -204,7 +209,7 @@ struct SpmmRow {
     const int64_t chunk = chunk_of(end - begin);
     if constexpr (Micro::kWrites) {
       const bool is_whole = direct && begin < end && chunk >= end - begin && (vector_row + 1) * args.a.vector_length <= args.a.rows;
-      const bool is_integer = args.out_type == Out::kInt32;
+      const bool is_integer = floats ? scales_turned() : args.out_type == Out::kInt32;
       if (is_whole && (floats || args.out_type == Out::kFloat32 || is_integer)) {
         with_output(vector_row, batch, n0, floats, [&](RowOutput to) {
           if (is_integer) to.row_scales = nullptr;
@@ -244,7 +249,13 @@ struct SpmmRow {
         }
       }
       for (int64_t r = first; r < last; ++r) run(panel, r, 0, n0, width, results + (r - first) * v * kColumns);
-      const auto turn = [&](auto* to) { store_turned(results, kColumns, rows, width, to + at, args.a.rows); };
+      const auto& scales = args.scales;
+      const TurnedScales by{scales.rows ? scales.rows + first * v : kOnes, scales.columns ? scales.columns + n0 : kOnes,
+                            scales.bias ? scales.bias + first * v : kZeros};
+      const auto turn = [&](auto* to) {
+        if (scales_turned()) store_turned<true>(results, kColumns, rows, width, to + at, args.a.rows, by);
+        else store_turned<false>(results, kColumns, rows, width, to + at, args.a.rows, by);
+      };
       if (!is_16_bit()) turn(static_cast<float*>(args.out));
       else if (args.out_type == Out::kFloat16) turn(static_cast<Float16*>(args.out));
       else turn(static_cast<BFloat16*>(args.out));
@@ -422,8 +433,9 @@ inline bool quantize_columns(const SpmmArgs& args, ThreadGroup& group, SpmmArgs&
   found.columns.reals = nullptr;
   auto* const ints = group.shared() + magicube::spmm_shared_bytes(found);
   auto* const scales = reinterpret_cast<float*>(ints + args.n * pitch);
-  for (int64_t i = group.ticket(); i < args.n; i = group.ticket()) {
-    scales[i] = quantize_row(args.columns, i, args.a.columns_total, 0, reinterpret_cast<int8_t*>(ints + i * pitch));
+  const int64_t most = lesser(kRowsAtOnce, greater(1, kRowBytesAtOnce / (4 * greater(1, args.a.columns_total))));
+  for (int64_t i = group.ticket() * most; i < args.n; i = group.ticket() * most) {
+    quantize_rows(args.columns, i, lesser(most, args.n - i), args.a.columns_total, 0, reinterpret_cast<int8_t*>(ints + i * pitch), pitch, scales + i);
   }
   found.b.data = ints;
   found.b.run_bytes = pitch;

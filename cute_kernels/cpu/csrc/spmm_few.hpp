@@ -86,7 +86,8 @@ struct SpmmFew {
     alignas(kPage) uint8_t kept[2][magicube::kExactRun + kPage / 2];
     const int64_t words = (args.a.columns_total + 63) / 64;
     const auto keep = [&](int64_t r) {
-      Micro::keep(args.a.masks + r * words, words, panel, kept[r & 1], args.a.planes + args.a.row_start[r] * args.a.vector_length);
+      const int64_t begin = args.a.row_start[r];
+      Micro::keep(args.a.masks + r * words, words, args.a.row_end[r] - begin, panel, kept[r & 1], args.a.planes + begin * args.a.vector_length);
     };
     keep(r0);
     for (int64_t r = r0; r < r1; ++r) {
@@ -134,10 +135,13 @@ struct SpmmFew {
     if (count == 1) {
       write_column(sums, rows, row_scales, columns ? *columns : 1.0f, bias, out, pitch);
     } else {
-      for (int64_t r = 0; r < rows; ++r, sums += width()) {
-        const float scale = row_scales ? row_scales[r] : 1.0f, added = bias ? bias[r] : 0.0f;
-        for (int64_t j = 0; j < count; ++j) out[r * pitch + j] = static_cast<float>(sums[j]) * scale * (columns ? columns[j] : 1.0f) + added;
-      }
+      const auto each_row = [&](int64_t most) {  // inlined, with a constant
+        for (int64_t r = 0; r < rows; ++r, sums += width()) {
+          const float scale = row_scales ? row_scales[r] : 1.0f, added = bias ? bias[r] : 0.0f;
+          for (int64_t j = 0; j < most; ++j) out[r * pitch + j] = static_cast<float>(sums[j]) * scale * (columns ? columns[j] : 1.0f) + added;
+        }
+      };
+      count == 16 ? each_row(16) : each_row(count);
     }
     if (in_place) return;
     const int64_t run = count == args.n ? rows * count : count;  // whole rows follow each other

@@ -78,7 +78,7 @@ def test_quotients_near_a_middle_round_as_in_double(
 
 
 @pytest.mark.parametrize("path", engine.isas())
-@pytest.mark.parametrize("columns", [64, 200])
+@pytest.mark.parametrize("columns", [64, 200, 1160])
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("takes_dense", [False, True])
 def test_products_quantize_rows_as_in_double(
@@ -91,6 +91,9 @@ def test_products_quantize_rows_as_in_double(
     data, scale, _ = _encode_torch(x, bits, 1, True, False, None)
     assert torch.equal(product(x, None, None, None), fetch(data, columns, bits, True) * scale)
     given = scale[1, 0] / 3  # clips
+    data, _, _ = _encode_torch(x, bits, None, True, False, given)
+    assert torch.equal(product(x, given, None, None), fetch(data, columns, bits, True) * given)
+    x[1:, 5::17] = torch.tensor([torch.nan, torch.inf, -torch.inf, 1e30])[:, None] * given  # an integer of a block each
     data, _, _ = _encode_torch(x, bits, None, True, False, given)
     assert torch.equal(product(x, given, None, None), fetch(data, columns, bits, True) * given)
 

@@ -18,6 +18,8 @@ using __mmask64 = uint64_t;
 
 namespace emulated {
 
+inline bool has_vbmi = true;
+
 template <class To, class From>
 To bits(const From& from) {
   static_assert(sizeof(To) <= sizeof(From), "reads beyond the vector");
@@ -139,6 +141,7 @@ inline __m512i _mm512_load_si512(const void* from) {
   return emulated::load<__m512i>(from);
 }
 inline void _mm_storeu_si128(__m128i* to, __m128i x) { std::memcpy(static_cast<void*>(to), &x, sizeof x); }
+inline void _mm256_storeu_si256(__m256i* to, __m256i x) { std::memcpy(static_cast<void*>(to), &x, sizeof x); }
 inline void _mm512_storeu_ps(float* to, __m512 x) { std::memcpy(to, &x, sizeof x); }
 inline void _mm512_storeu_pd(double* to, __m512d x) { std::memcpy(to, &x, sizeof x); }
 inline void _mm512_storeu_si512(void* to, __m512i x) { std::memcpy(to, &x, sizeof x); }
@@ -234,6 +237,25 @@ inline __m512i _mm512_broadcast_i64x4(__m256i x) {
   __m512i out;
   for (int i = 0; i < 16; ++i) out[i] = x[i % 8];
   return out;
+}
+inline __m256i _mm256_castsi128_si256(__m128i x) { return __m256i{x[0], x[1], x[2], x[3], 0x5a5a5a5a, 0x5a5a5a5a, 0x5a5a5a5a, 0x5a5a5a5a}; }
+inline __m256i _mm256_inserti128_si256(__m256i a, __m128i x, int half) {
+  for (int i = 0; i < 4; ++i) a[4 * half + i] = x[i];
+  return a;
+}
+inline __m512i _mm512_inserti64x4(__m512i a, __m256i x, int half) {
+  for (int i = 0; i < 8; ++i) a[8 * half + i] = x[i];
+  return a;
+}
+inline __m512i _mm512_castsi256_si512(__m256i x) { return _mm512_inserti64x4(_mm512_set1_epi32(0x5a5a5a5a), x, 0); }
+// vpermt2b: bits 0 to 5 of a byte of the order pick a byte of `low`, or, with bit 6, of `high`.
+inline __m512i vpermt2b(__m512i low, __m512i order, __m512i high) {
+  uint8_t x[128], at[64], out[64];
+  std::memcpy(x, &low, 64);
+  std::memcpy(x + 64, &high, 64);
+  std::memcpy(at, &order, 64);
+  for (int i = 0; i < 64; ++i) out[i] = x[at[i] & 127];
+  return emulated::load<__m512i>(out);
 }
 inline __m512i _mm512_castsi128_si512(__m128i x) { return _mm512_mask_broadcast_i32x4(_mm512_set1_epi32(0x5a5a5a5a), 15, x); }
 inline __m128i _mm512_extracti32x4_epi32(__m512i a, int lane) {

@@ -13,17 +13,23 @@ ASSEMBLY = {  # and what takes its place
     'asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(dense), "m"(*reinterpret_cast<const int32_t*>(four)));': (
         "dot_bytes(sum, dense, _mm512_set1_epi32(four_bytes(four)));"
     ),
+    'asm("vpermt2b %2, %1, %0" : "+v"(quads) : "v"(order), "v"(_mm512_castsi256_si512(high)));': (
+        "quads = vpermt2b(quads, order, _mm512_castsi256_si512(high));"
+    ),
+    '__builtin_cpu_supports("avx512vbmi")': "emulated::has_vbmi",
     'asm volatile("" : "+v"(kept[0]), "+v"(kept[1]), "+v"(kept[2]), "+v"(kept[3]));': "",
     '__attribute__((target("avx512vbmi2"))) ': "",
     '__attribute__((target("amx-tile,amx-int8"), noinline)) ': "",
 }
 CALLS = """
+#include <immintrin.h>
 #include "engine.hpp"
 using namespace magicube;
 namespace {
 struct Job { const Engine* engine; const void* args; };
 const Engine& engine_of(int emulated) { return emulated == 2 ? kAmx : emulated ? kAvx512 : kPortable; }
 }
+extern "C" void set_vbmi(int has_vbmi) { emulated::has_vbmi = has_vbmi != 0; }
 extern "C" void probe_right(int emulated, int threads, const RealMatrix* b, const float* w, const double* wbar, double* products,
                             double* bounds) {
   const ProbeArgs args{*b, w, wbar, products, bounds};
