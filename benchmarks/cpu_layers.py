@@ -2,8 +2,9 @@
 
 Layers are frozen, with bias, of 0, 0.5 and 0.9 zeros; a call includes its Python. ``magicube bench`` prints the same
 table for other shapes.
-Writes ``benchmarks/results/cpu_layers_<instruction set>.json``, of which ``README_table.py`` makes a table.
-Run: ``python benchmarks/cpu_layers.py [--quick] [--out FILE]``
+Writes ``benchmarks/results/cpu_layers_<instruction set>.json``, of which ``README_table.py`` makes a table, or
+``cpu_layers_<instruction set>_alone.json``, of layers called one by one.
+Run: ``python benchmarks/cpu_layers.py [--quick] [--alone] [--out FILE]``
 """
 
 from __future__ import annotations
@@ -29,18 +30,21 @@ def main(
     quick: Annotated[bool, typer.Option(help="Small shapes, to see that it runs.")] = False,
     out: Annotated[Path | None, typer.Option(help="Results file.")] = None,
     budget: Annotated[float, typer.Option(help="Seconds a baseline.")] = 0.4,
+    alone: Annotated[bool, typer.Option(help="Each layer in a loop of its own: its weight stays in the caches.")] = False,
 ) -> None:
     if not engine.available():
         raise typer.BadParameter("the compiled CPU engine is missing: pip install .")
     torch.set_num_threads(1)
     shapes, tokens = (((64, 48),), (1, 16, 70)) if quick else (layers.SHAPES, layers.TOKENS)
     found = [
-        times for shape in shapes for times in layers.time_layers(*shape, tokens, budget=0.005 if quick else budget)
+        times
+        for shape in shapes
+        for times in layers.time_layers(*shape, tokens, budget=0.005 if quick else budget, is_alone=alone)
     ]
     Console(width=160).print(layer_table(found))
-    path = out or RESULTS / f"cpu_layers_{engine.isa()}.json"
+    path = out or RESULTS / f"cpu_layers_{engine.isa()}{'_alone' if alone else ''}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    report = {"machine": provenance(), **layer_report(found, **{"load average": os.getloadavg()[0]})}
+    report = {"machine": provenance(), **layer_report(found, alone=alone, **{"load average": os.getloadavg()[0]})}
     path.write_text(json.dumps(report, indent=1) + "\n")
     typer.echo(f"wrote {path}")
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from magicube_cutlass.bench.problems import dynamic_linear, onnx_linear
-from magicube_cutlass.bench.timing import measure
+from magicube_cutlass.bench.timing import Timing, measure
 from magicube_cutlass.nn.config import QuantConfig
 from magicube_cutlass.nn.dense.linear import QuantLinear
 from magicube_cutlass.nn.linear import SparseQuantLinear
@@ -148,6 +148,7 @@ def time_layers(
     device: str = "cpu",
     has_sparse_baselines: bool = False,
     formats: Sequence[str] = (),
+    is_alone: bool = False,
 ) -> Iterator[LayerTimes]:
     """Time layers of one shape with torch's threads.
 
@@ -169,6 +170,8 @@ def time_layers(
         Time the products of torch's and scipy's CSR as well.
     formats : sequence of str
         Of dense weights, frozen, with bias, as :func:`format_config` takes them; on a GPU from and to float16 inside.
+    is_alone : bool, default False
+        Call each layer in a loop of its own, so that its weight stays in the caches, not all in turn.
 
     Yields
     ------
@@ -205,7 +208,10 @@ def time_layers(
             found = calls[name](x)
             assert isinstance(found, Tensor)
             check_format(each, x, found, f"{out} x {inner}, {count} tokens, {name}")
-        times = measure({name: partial(call, x) for name, call in calls.items()}, budget=budget, synchronize=wait)
+        timed = {name: partial(call, x) for name, call in calls.items()}
+        times: dict[str, Timing] = {}
+        for group in [{name: call} for name, call in timed.items()] if is_alone else [timed]:
+            times |= measure(group, budget=budget, max_runs=2000 if is_alone else 200, synchronize=wait)
         best = {name: each.best * 1e6 for name, each in times.items()}
         yield LayerTimes(out, inner, count, best, {name: each.median * 1e6 for name, each in times.items()})
 
