@@ -30,7 +30,7 @@ def main(
     quick: Annotated[bool, typer.Option(help="Small shapes, to see that it runs.")] = False,
     out: Annotated[Path | None, typer.Option(help="Results file.")] = None,
     budget: Annotated[float, typer.Option(help="Seconds a baseline.")] = 0.4,
-    alone: Annotated[bool, typer.Option(help="Each layer in a loop of its own: its weight stays in the caches.")] = False,
+    alone: Annotated[bool, typer.Option(help="Each layer in a loop of its own: weights stay in caches.")] = False,
 ) -> None:
     if not engine.available():
         raise typer.BadParameter("the compiled CPU engine is missing: pip install .")
