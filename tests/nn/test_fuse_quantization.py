@@ -148,8 +148,9 @@ def test_a_product_ends_in_an_activation_and_integers(activation: Any, dtype: to
     gemm(a, b, **options, activation=activation, out_scale=out_scale, out=out, out_dtype=dtype)
     assert torch.equal(out, got)
     empty = gemm(a[:, :0], b[:0], bias=bias, activation=activation, out_scale=out_scale, out_dtype=dtype)
-    row = activate(bias.double() if dtype == torch.float64 else bias, activation)
-    assert torch.equal(empty[3], integers_of(row, scale) if dtype == torch.int8 else row.to(dtype))
+    rows = bias.expand(33, 17).contiguous()  # torch's GELU in float32 depends on the place, on some CPUs
+    want = activate(rows.double() if dtype == torch.float64 else rows, activation)
+    assert torch.equal(empty, integers_of(want, scale) if dtype == torch.int8 else want.to(dtype))
 
 
 @pytest.mark.parametrize(

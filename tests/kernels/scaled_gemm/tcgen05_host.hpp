@@ -10,8 +10,6 @@
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
-#include <cmath>
-#include <cstdint>
 #include <cstring>
 #include <deque>
 #include <functional>
