@@ -45,7 +45,7 @@ struct FewColumns512 {
   }
 
   // The bytes of x whose bits are set, one behind another. vpcompressb waits for the old value of its destination, zeroed or not:
-  // four destinations take turns. Short: hardly a word keeps more than half of its bytes, and half a store seldom crosses a line.
+  // four destinations take turns. Short: hardly a word keeps more than 32 bytes, and a store of 32 seldom crosses a line.
   template <bool Short>
   __attribute__((target("avx512vbmi2"))) static void keep_as(const uint64_t* masks, int64_t words, const uint8_t* x, uint8_t* to,
                                                              const uint8_t* values) {
@@ -149,8 +149,8 @@ struct FewColumns512 {
     }
     const __m512i dwords = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     const __m512i bytes = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
-    const __m512i k = _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);   // (4, 16)
-    return _mm512_shuffle_epi8(_mm512_permutexvar_epi32(dwords, k), bytes);      // (16, 4)
+    const __m512i k = _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);  // (4, 16)
+    return _mm512_shuffle_epi8(_mm512_permutexvar_epi32(dwords, k), bytes);    // (16, 4)
   }
 
   // Sixteen columns of B: four of its rows, interleaved, times four values of each row of A.

@@ -68,17 +68,23 @@ struct TurnedScales {
   TurnedScales from(int64_t row, int64_t column) const { return {rows + row, columns + column, bias + row}; }
 };
 
+#ifdef __AVX2__
+// A line of a turned square to column c.
+template <bool Scales, class Real>
+inline void store_turned_line(FloatVector line, int c, TurnedScales by, Real* out, int64_t pitch) {
+  if (Scales) {
+    using Integers = int32_t __attribute__((vector_size(4 * kLanes)));
+    line = __builtin_convertvector(reinterpret_cast<Integers>(line), FloatVector) * load_vector(by.rows) * by.columns[c] + load_vector(by.bias);
+  }
+  store_vector(out + c * pitch, line);
+}
+#endif
+
 #ifdef __AVX512F__
 // Sixteen rows and columns of floats, or of int32 that are scaled, turned: whole cache lines of float32 are stored.
 template <bool Scales, class Real>
 void store_turned_square(const float* from, int64_t from_pitch, Real* out, int64_t pitch, TurnedScales by) {
-  const auto store = [&](int c, __m512 line) {
-    if (Scales) {
-      const __m512 rows = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_castps_si512(line)), _mm512_loadu_ps(by.rows));
-      line = _mm512_add_ps(_mm512_mul_ps(rows, _mm512_set1_ps(by.columns[c])), _mm512_loadu_ps(by.bias));
-    }
-    store_vector(out + c * pitch, line);
-  };
+  const auto store = [&](int c, __m512 line) { store_turned_line<Scales>(line, c, by, out, pitch); };
   __m512 x[16], y[16];
 #pragma GCC unroll 16
   for (int i = 0; i < 16; ++i) x[i] = _mm512_loadu_ps(from + i * from_pitch);
@@ -109,13 +115,7 @@ void store_turned_square(const float* from, int64_t from_pitch, Real* out, int64
 // Eight rows and columns of floats, or of int32 that are scaled, turned.
 template <bool Scales, class Real>
 void store_turned_square(const float* from, int64_t from_pitch, Real* out, int64_t pitch, TurnedScales by) {
-  const auto store = [&](int c, __m256 line) {
-    if (Scales) {
-      const __m256 rows = _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_castps_si256(line)), _mm256_loadu_ps(by.rows));
-      line = _mm256_add_ps(_mm256_mul_ps(rows, _mm256_set1_ps(by.columns[c])), _mm256_loadu_ps(by.bias));
-    }
-    store_vector(out + c * pitch, line);
-  };
+  const auto store = [&](int c, __m256 line) { store_turned_line<Scales>(line, c, by, out, pitch); };
   __m256 x[8], y[8];
   for (int i = 0; i < 8; ++i) x[i] = _mm256_loadu_ps(from + i * from_pitch);
   for (int i = 0; i < 8; i += 2) {  // pairs of rows

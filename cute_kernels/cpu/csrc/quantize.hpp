@@ -74,7 +74,7 @@ inline void store_codes(const __m512i q[4], uint8_t* out) {
   for (int i = 0; i < 4; ++i) _mm_storeu_si128(reinterpret_cast<__m128i*>(out) + i, _mm512_cvtepi32_epi8(q[i]));
 }
 
-// round_in_float of blocks. Without Clamps, quotients are numbers between low and high.
+// round_in_float of blocks; entries `ahead` of them are fetched. Without Clamps, quotients are numbers between low and high.
 template <bool Clamps, bool Sure, class Real, class Code>
 bool round_blocks(const Real* x, FloatInverse inverse, float low, float high, int64_t count, int64_t ahead, int offset, Code* out) {
   const __m512 under = _mm512_set1_ps(inverse.under), over = _mm512_set1_ps(inverse.over), shift = _mm512_set1_ps(kShift);
@@ -130,7 +130,7 @@ inline void store_codes(const __m256i q[4], uint8_t* out) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), in_order(bytes));
 }
 
-// round_in_float of blocks. Without Clamps, quotients are numbers between low and high.
+// round_in_float of blocks; entries `ahead` of them are fetched. Without Clamps, quotients are numbers between low and high.
 template <bool Clamps, bool Sure, class Real, class Code>
 bool round_blocks(const Real* x, FloatInverse inverse, float low, float high, int64_t count, int64_t ahead, int offset, Code* out) {
   const __m256 under = _mm256_set1_ps(inverse.under), over = _mm256_set1_ps(inverse.over), shift = _mm256_set1_ps(kShift);

@@ -142,6 +142,9 @@ struct SpmmRow {
     return args.turned && args.a.digits() * args.b.digits() == 1 && args.a.columns_total <= kExactRun;
   }
 
+  // Of results to the output, or to rows of kColumns that go on from there.
+  Out type_of(const float* floats) const { return !floats ? args.out_type : scales_turned() ? Out::kInt32 : Out::kFloat32; }
+
   // Results of the accumulators or totals, minus the offset of their row.
   template <class Total>
   void write(const Total* from, int64_t vector_row, int64_t batch, int64_t n0, int64_t width, float* floats) const {
@@ -149,7 +152,7 @@ struct SpmmRow {
     const float* const columns = scales.columns ? scales.columns + batch * scales.column_batch + n0 : nullptr;
     const int64_t row0 = vector_row * args.a.vector_length, rows = lesser(args.a.vector_length, args.a.rows - row0);
     if constexpr (sizeof(Total) == sizeof(int32_t)) {
-      if ((floats || args.out_type == Out::kFloat32) && !(floats && scales_turned()) && width % kScaledColumns == 0) {
+      if (type_of(floats) == Out::kFloat32 && width % kScaledColumns == 0) {
         with_output(vector_row, batch, n0, floats, [&](const RowOutput& to) {
           alignas(64) float results[magicube::kMaxVector * kColumns];
           scale_rows<kColumns>(from, rows, width, to.offsets, to.row_scales, to.column_scales, to.bias, to.streams ? results : to.out,
@@ -165,7 +168,7 @@ struct SpmmRow {
     const float* const row_scales = scales.rows ? scales.rows + batch * scales.row_batch + row0 : kOnes;
     const float* const bias = scales.bias ? scales.bias + row0 : kZeros;
     for (int64_t v = 0; floats && v < rows; ++v, from += kColumns) {
-      write_run(from, width, offsets[v], row_scales[v], columns, bias[v], scales_turned() ? Out::kInt32 : Out::kFloat32, floats, v * kColumns);
+      write_run(from, width, offsets[v], row_scales[v], columns, bias[v], type_of(floats), floats, v * kColumns);
     }
     if (floats) return;
     const int64_t element = element_bytes(args.out_type);
@@ -209,10 +212,10 @@ struct SpmmRow {
     const int64_t chunk = chunk_of(end - begin);
     if constexpr (Micro::kWrites) {
       const bool is_whole = direct && begin < end && chunk >= end - begin && (vector_row + 1) * args.a.vector_length <= args.a.rows;
-      const bool is_integer = floats ? scales_turned() : args.out_type == Out::kInt32;
-      if (is_whole && (floats || args.out_type == Out::kFloat32 || is_integer)) {
+      const Out type = type_of(floats);
+      if (is_whole && (type == Out::kFloat32 || type == Out::kInt32)) {
         with_output(vector_row, batch, n0, floats, [&](RowOutput to) {
-          if (is_integer) to.row_scales = nullptr;
+          if (type == Out::kInt32) to.row_scales = nullptr;
           multiply(panel, width, begin, end - begin, true, &to);
         });
         return;

@@ -93,7 +93,7 @@ def test_products_quantize_rows_as_in_double(
     given = scale[1, 0] / 3  # clips
     data, _, _ = _encode_torch(x, bits, None, True, False, given)
     assert torch.equal(product(x, given, None, None), fetch(data, columns, bits, True) * given)
-    x[1:, 5::17] = torch.tensor([torch.nan, torch.inf, -torch.inf, 1e30])[:, None] * given  # an integer of a block each
+    x[1:, 5::17] = torch.tensor([torch.nan, torch.inf, -torch.inf, 1e30])[:, None] * given  # a kind a row
     data, _, _ = _encode_torch(x, bits, None, True, False, given)
     assert torch.equal(product(x, given, None, None), fetch(data, columns, bits, True) * given)
 

@@ -15,13 +15,7 @@ from magicube_cutlass.dispatch.cpu import pack_operand
 pytestmark = pytest.mark.skipif(not engine.available(), reason="the engine is not compiled")
 
 SHORT_FLOATS = (torch.float16, torch.bfloat16)
-SHAPES = [
-    (1536, 384),
-    (100, 70),
-    (37, 64),
-    (8, 9000),
-    (24, 40000),
-]  # (M, K): several chunks of a row; sums beyond int32
+SHAPES = [(1536, 384), (100, 70), (37, 64), (8, 9000), (24, 40000)]  # (M, K), at last rows of several chunks
 
 
 def sparse(m: int, k: int, vector_length: int, bits: int, sparsity: float) -> PackedLeft:
