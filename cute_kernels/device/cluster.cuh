@@ -41,6 +41,14 @@ __device__ __forceinline__ void tma_load_2d_multicast(uint16_t mask, uint32_t to
       "[%1, {%3, %4}], [%2], %5;" ::"r"(to), "l"(map), "r"(barrier), "r"(x), "r"(y), "h"(mask) : "memory");
 }
 
+// The same of a 5-D tensor: see tma_load_5d.
+__device__ __forceinline__ void tma_load_5d_multicast(uint16_t mask, uint32_t to, const TmaDescriptor* map, int x, int w,
+                                            uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
+      "[%1, {%3, %6, %6, %6, %4}], [%2], %5;" ::"r"(to), "l"(map), "r"(barrier), "r"(x), "r"(w), "h"(mask), "r"(0) : "memory");
+}
+
 // Load a 32-bit word from the shared memory of CTA `rank` of the cluster, at this CTA's address.
 __device__ __forceinline__ uint32_t load_of(uint32_t from, uint32_t rank) {
   uint32_t word;

@@ -188,4 +188,11 @@ __device__ __forceinline__ void tma_load_2d(uint32_t to, const TmaDescriptor* ma
       "l"(map), "r"(barrier), "r"(x), "r"(y) : "memory");
 }
 
+// The same of a 5-D tensor whose rows are counted by four indices, from `w` of the last on.
+__device__ __forceinline__ void tma_load_5d(uint32_t to, const TmaDescriptor* map, int x, int w, uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %5, %5, %5, %4}], [%2];" ::
+      "r"(to), "l"(map), "r"(barrier), "r"(x), "r"(w), "r"(0) : "memory");
+}
+
 }  // namespace magicube

@@ -126,6 +126,9 @@ class GemmConfig(KernelConfig):
     bits : int
         Width of the operands: 8, or 4 for one product of packed integers by s4 instructions (``"mma"``, native from
         sm_80 to sm_89). `tile_k` counts bytes. The latter has not run on a GPU and is never selected.
+    adjacent : int
+        Columns side by side that a lane has, 4 or 8: TMA brings rows of B in the order for that, and the epilogue
+        transposes nothing (WGMMA, N a multiple of 32, rows of the output aligned to 16 bytes). 0: pairs.
     """
 
     kernel: str
@@ -143,6 +146,7 @@ class GemmConfig(KernelConfig):
     band: int = 8
     gated: bool = False
     bits: int = 8
+    adjacent: int = 0
 
     @property
     def threads(self) -> int:
@@ -177,6 +181,7 @@ class GemmConfig(KernelConfig):
         how = f"g{self.groups}{'pp' if self.ping_pong else ''}c{self.cluster}b{self.band}"
         how += "-gated" if self.gated else ""
         how += "-s4" if self.bits == 4 else ""
+        how += f"-adjacent{self.adjacent}" if self.adjacent else ""
         how += f"-{self.activation}" if self.activation else ""
         kind = f"{p.planes_a}x{p.planes_b}l{p.levels}"
         return f"gemm-{self.kernel}-{kind}-{self.out}-{self.source}-{shape}-{how}"
@@ -206,6 +211,7 @@ class GemmConfig(KernelConfig):
             "kCluster": self.cluster,
             "kBand": self.band,
             "kGated": self.gated,
+            "kAdjacent": self.adjacent,
         }
 
     def _types(self) -> dict[str, str]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cute_kernels.convert.pack import pack_rows
 from cute_kernels.gemm.config import GemmConfig, Products, select_products
-from cute_kernels.gemm.epilogue import epilogue_arguments, pointer_of
+from cute_kernels.gemm.epilogue import adjacent_columns, epilogue_arguments, pointer_of
 from cute_kernels.gemm.heuristics import choose
 from cute_kernels.gemm.problem import GemmProblem
 from cute_kernels.jit.device import current_arch, device_of, num_sms
@@ -93,7 +93,8 @@ def select_config(problem: GemmProblem, part: Part, arch: str, num_sms: int) -> 
     out = str(part.out.dtype).removeprefix("torch.")
     chosen = choose(m, n, part.size, problem.products, arch, out=out, source=source, num_sms=num_sms)
     is_last = part.first + part.size == problem.shape[2]
-    return replace(chosen, activation=problem.activation if is_last else None)
+    adjacent = adjacent_columns(part.out) if chosen.kernel == "wgmma" else 0
+    return replace(chosen, activation=problem.activation if is_last else None, adjacent=adjacent)
 
 
 _INT4_ARCHES = ("sm_80", "sm_86", "sm_87", "sm_88", "sm_89")
@@ -180,6 +181,31 @@ def can_gate(k: int, products: Products, device: torch.device) -> bool:
     return current_arch() == "sm_90a" and k <= products.max_k // 128 * 128
 
 
+class RowOrder(NamedTuple):
+    """Rows of an operand as TMA writes them to shared memory, the fastest index first: sizes, steps in rows, box."""
+
+    shape: tuple[int, ...]
+    steps: tuple[int, ...]
+    box: tuple[int, ...]
+
+
+def row_order(rows: int, box_rows: int, adjacent: int = 0) -> RowOrder:
+    """Return the order of rows for a lane to have `adjacent` columns side by side; 0: as they are.
+
+    Row ``4 a w + a z + 2 y + x`` of B, with ``a = adjacent``, goes to row ``4 a w + 8 y + 2 z + x``: an accumulator has
+    columns ``8 y + 2 z`` and ``8 y + 2 z + 1`` in lane z of a quad.
+
+    Examples
+    --------
+    >>> row_order(256, 128, 8)
+    RowOrder(shape=(2, 4, 4, 8), steps=(1, 8, 2, 32), box=(2, 4, 4, 4))
+    """
+    if not adjacent:
+        return RowOrder((rows,), (1,), (box_rows,))
+    inner, steps = (2, 4, adjacent // 2), (1, adjacent, 2, 4 * adjacent)
+    return RowOrder((*inner, rows // steps[-1]), steps, (*inner, box_rows // steps[-1]))
+
+
 def _launch(problem: GemmProblem, part: Part, config: GemmConfig, a: list[Rows], b: list[Rows]) -> None:
     """Launch one part with packed operands."""
     kernel = get_kernel(config)
@@ -200,11 +226,14 @@ def _launch(problem: GemmProblem, part: Part, config: GemmConfig, a: list[Rows],
         return
     rows_a, rows_b = config.box_rows(m, n)
     box_k = min(config.tile_k, 128)
-    maps = [
-        tensor_map(rows.pointer + part.first, 1, (part.size, count), rows.pitch, (box_k, box_rows), box_k)
-        for planes, count, box_rows in ((padded_a, m, rows_a), (padded_b, n, rows_b))
-        for rows in planes
-    ]
+    maps = []
+    for planes, (shape, steps, box) in (
+        (padded_a, row_order(m, rows_a)),
+        (padded_b, row_order(n, rows_b, config.adjacent)),
+    ):
+        for rows in planes:
+            pitches = tuple(step * rows.pitch for step in steps)
+            maps.append(tensor_map(rows.pointer + part.first, 1, (part.size, *shape), pitches, (box_k, *box), box_k))
     cluster = (config.cluster, 1, 1) if config.cluster > 1 else None
     grid = _persistent_ctas(config, m, n, kernel.device), 1, 1
     kernel.launch(grid, (*maps, *result, pointer_of(problem.gate), pointer_of(problem.out_scale)), cluster)
@@ -243,7 +272,7 @@ def gemm_cuda(problem: GemmProblem, out: Tensor, config: GemmConfig | None = Non
     out : Tensor, shape (M, N)
         Output.
     config : GemmConfig, optional
-        Kernel config; overrides kernel selection. Its `out` and `source` are set from `problem`.
+        Kernel config; overrides kernel selection. `out`, `source`, `activation` and `adjacent` are set here.
 
     Returns
     -------
@@ -264,7 +293,10 @@ def gemm_cuda(problem: GemmProblem, out: Tensor, config: GemmConfig | None = Non
         for part in parts(problem, out):
             chosen = select_config(problem, part, arch, sms)
             if config is not None:
-                chosen = replace(config, out=chosen.out, source=chosen.source, activation=chosen.activation)
+                adjacent = adjacent_columns(part.out) if config.kernel == "wgmma" else 0
+                chosen = replace(
+                    config, out=chosen.out, source=chosen.source, activation=chosen.activation, adjacent=adjacent
+                )
             if problem.gate is not None:
                 chosen = replace(chosen, gated=True)
             _launch(problem, part, chosen, a, b)

@@ -3,9 +3,9 @@
 //   out = f((total * row_scale) * col_scale + beta * c + bias),  total = sum of level l * 2^(-shift l)
 //
 // f is the identity or an activation. Results of int8 are the nearest integers to out / out_scale, saturated.
-// All architectures from sm_80. A quad of lanes transposes its 8x8 blocks, so that a store is 16 bytes per lane. Each lane loads the
-// scales and the bias of a few columns before the sums are there, and the others get them by shuffles: loads between the stores took a
-// third of the time of a product of 384 inputs.
+// All architectures from sm_80. A store is 16 bytes per lane: where TMA has brought rows of B in the order for it, a lane has them;
+// else a quad of lanes transposes its 8x8 blocks. Each lane loads the scales and the bias of a few columns before the sums are there, and
+// the others get them by shuffles: loads between the stores took a third of the time of a product of 384 inputs.
 // Source: PTX ISA, mma accumulator layout.
 #pragma once
 
@@ -98,12 +98,21 @@ struct GemmOutput {
   }
 };
 
-// Scales and bias of a warp's kColumns columns: lane l has columns 2 l and 2 l + 1 of every 64. What is not there is 1 and 0. Integer
-// products shuffle it too: a compiler branches around each shuffle that depends on a condition. Those of floats have no registers for it.
+// Columns of a lane in four 8x8 blocks side by side, two of one row of each, from its first one on.
+constexpr int kQuadColumns[8] = {0, 1, 8, 9, 16, 17, 24, 25};
+// The same where it has runs of four or eight adjacent ones.
+template <int kRun>
+constexpr int kRunColumns[8] = {0, 1, 2, 3, 4, 5, 6, 7};
+template <>
+constexpr int kRunColumns<4>[8] = {0, 1, 2, 3, 16, 17, 18, 19};
+
+// Scales and bias of a warp's kColumns columns: lane l has column l of every 32, of floats columns 2 l and 2 l + 1 of every 64. What is
+// not there is 1 and 0. Integer products shuffle it too: a compiler branches around each shuffle that depends on a condition. Those of
+// floats have no registers for it.
 template <class C, int kColumns>
 struct ColumnFactors {
-  static constexpr int kParts = (kColumns + 63) / 64;
-  float scale[kParts][2], bias[kParts][2];
+  static constexpr int kOwn = C::kFloatAccum ? 2 : 1, kParts = (kColumns + 32 * kOwn - 1) / (32 * kOwn);
+  float scale[kParts][kOwn], bias[kParts][kOwn];
   bool scaled, biased;  // the same for all lanes
 
   __device__ ColumnFactors(const GemmOutput<C>& to, int column, int lane)
@@ -111,41 +120,44 @@ struct ColumnFactors {
     CUTE_UNROLL
     for (int part = 0; part < kParts; ++part) {
       CUTE_UNROLL
-      for (int i = 0; i < 2; ++i) {
-        const int at = column + 64 * part + 2 * lane + i;
+      for (int i = 0; i < kOwn; ++i) {
+        const int at = column + 32 * kOwn * part + kOwn * lane + i;
         scale[part][i] = to.col_scales && at < to.n ? __ldg(to.col_scales + at) : 1.0f;
         bias[part][i] = to.bias && at < to.n ? __ldg(to.bias + at) : 0.0f;
       }
     }
   }
 
-  // Of a lane's two columns in each of the four 8x8 blocks from block `first` on.
-  __device__ __forceinline__ void take(int first, int t, float (&scales)[8], float (&biases)[8]) const {
+  // Of eight columns of the 32 of `part`, `offsets` behind column `own`, which is even.
+  __device__ __forceinline__ void take(int part, int own, const int (&offsets)[8], float (&scales)[8], float (&biases)[8]) const {
     CUTE_UNROLL
     for (int i = 0; i < 8; ++i) {
-      const int block = first + i / 2, from = block % 8 * 4 + t;
-      scales[i] = scaled ? __shfl_sync(~0u, scale[block / 8][i % 2], from) : 1.0f;
-      biases[i] = biased ? __shfl_sync(~0u, bias[block / 8][i % 2], from) : 0.0f;
+      const int from = part % kOwn * 32 / kOwn + own / kOwn + offsets[i] / kOwn, each = offsets[i] % kOwn;
+      scales[i] = scaled ? __shfl_sync(~0u, scale[part / kOwn][each], from) : 1.0f;
+      biases[i] = biased ? __shfl_sync(~0u, bias[part / kOwn][each], from) : 0.0f;
     }
   }
 };
 
-// Scales of rows g and g + 8 of kBlocks blocks, `step` rows apart; (row, lane) as in write_fragment.
+// Scales of rows g and g + 8 of kBlocks blocks, `step` rows apart; (row, lane) as in write_fragment. They are loaded before the sums are
+// there, and multiplied by alpha after that: a product would wait for its load.
 template <class C, int kBlocks>
 struct RowFactors {
-  float scale[kBlocks][2];
+  float held[kBlocks][2];
 
   __device__ RowFactors(const GemmOutput<C>& to, int row, int step, int lane) {
     CUTE_UNROLL
     for (int block = 0; block < kBlocks; ++block) {
       CUTE_UNROLL
-      for (int half = 0; half < 2; ++half) scale[block][half] = to.row_scale(row + step * block + lane / 4 + 8 * half);
+      for (int half = 0; half < 2; ++half) {
+        const int at = row + step * block + lane / 4 + 8 * half;
+        held[block][half] = to.row_scales && at < to.m ? __ldg(to.row_scales + at) : 1.0f;
+      }
     }
   }
-};
 
-// Columns of a lane in four 8x8 blocks side by side: two of one row of each.
-constexpr int kQuadColumns[8] = {0, 1, 8, 9, 16, 17, 24, 25};
+  __device__ float scale(const GemmOutput<C>& to, int block, int half) const { return to.alpha * held[block][half]; }
+};
 
 // Load the elements of `from` at those columns; `otherwise` beyond the last one.
 template <class Value>
@@ -207,7 +219,7 @@ __device__ __forceinline__ void store_accumulators(const GemmOutput<C>& to, cons
   for (int first = 0; first < kRegisters / 4; first += 4) {
     const int own = column + 8 * first + 2 * t, present = to.n - own;
     float col_scale[8], bias[8];
-    if constexpr (!GemmOutput<C>::kIntegral) factors.take(first, t, col_scale, bias);
+    if constexpr (!GemmOutput<C>::kIntegral) factors.take(first / 4, 2 * t, kQuadColumns, col_scale, bias);
     CUTE_UNROLL
     for (int half = 0; half < 2; ++half) {
       const int at = row + g + 8 * half;
@@ -263,8 +275,77 @@ __device__ __forceinline__ void write_fragment(const GemmOutput<C>& to, uint32_t
 template <class C, int kRegisters, class Visitor = NoVisitor>
 __device__ __forceinline__ void write_fragment(const GemmOutput<C>& to, uint32_t (&accum)[C::kLevels][kRegisters], int row,
                                                int column, int lane, const Visitor& visitor = {}) {
-  const RowFactors<C, 1> rows(to, row, 0, lane);
-  write_fragment(to, accum, row, column, lane, rows.scale[0], ColumnFactors<C, 2 * kRegisters>(to, column, lane), visitor);
+  float row_scale[2];
+  CUTE_UNROLL
+  for (int half = 0; half < 2; ++half) row_scale[half] = to.row_scale(row + lane / 4 + 8 * half);
+  write_fragment(to, accum, row, column, lane, row_scale, ColumnFactors<C, 2 * kRegisters>(to, column, lane), visitor);
+}
+
+// Store where `present`, without a branch: a compiler would move what computes `x` behind it.
+__device__ __forceinline__ void store_if(bool present, uint4* to, const uint4& x) {
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\n@p st.global.v4.b32 [%0], {%1, %2, %3, %4};\n}" ::"l"(to), "r"(x.x), "r"(x.y),
+               "r"(x.z), "r"(x.w), "r"(int(present)) : "memory");
+}
+__device__ __forceinline__ void store_if(bool present, uint2* to, const uint2& x) {
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %3, 0;\n@p st.global.v2.b32 [%0], {%1, %2};\n}" ::"l"(to), "r"(x.x), "r"(x.y),
+               "r"(int(present)) : "memory");
+}
+
+// Store the eight results of a lane where `present`, 16 bytes at a time, or the 8 of int8, which are saturated.
+template <class C>
+__device__ __forceinline__ void store_eight(bool present, typename C::Out* to, const typename GemmOutput<C>::Result (&x)[8]) {
+  if constexpr (GemmOutput<C>::kQuantized) {
+    store_if(present, reinterpret_cast<uint2*>(to),
+             make_uint2(pack_nearest<8, true>(x[0], x[1], pack_nearest<8, true>(x[2], x[3], 0)),
+                        pack_nearest<8, true>(x[4], x[5], pack_nearest<8, true>(x[6], x[7], 0))));
+  } else {
+    alignas(16) typename C::Out run[8];
+    CUTE_UNROLL
+    for (int i = 0; i < 8; ++i) run[i] = x[i];
+    CUTE_UNROLL
+    for (int i = 0; i < 8; i += C::kAdjacent) {
+      store_if(present, reinterpret_cast<uint4*>(to + kRunColumns<C::kAdjacent>[i]), *reinterpret_cast<const uint4*>(run + i));
+    }
+  }
+}
+
+// Write a warp's accumulators of kBlocks blocks of 16 rows, `step` rows apart, where rows of B lay in the order that gives a lane of a
+// quad 16 bytes of adjacent results: there is nothing to transpose. n % 32 == 0, rows of the output are 16-byte aligned. See
+// write_fragment.
+template <class C, int kBlocks, int kRegisters, class Visitor>
+__device__ __forceinline__ void write_adjacent(const GemmOutput<C>& to, uint32_t (&accum)[kBlocks][C::kLevels][kRegisters], int row,
+                                               int step, int column, int lane, const RowFactors<C, kBlocks>& rows,
+                                               const ColumnFactors<C, 2 * kRegisters>& factors, const Visitor& visitor) {
+  CUTE_UNROLL
+  for (int block = 0; block < kBlocks; ++block) to.template fold<kTakesMagnitudes<C, Visitor>>(accum[block]);
+  CUTE_UNROLL
+  for (int first = 0; first < kRegisters / 4; first += 4) {
+    const int inside = lane % 4 * C::kAdjacent, own = column + 8 * first + inside;
+    float col_scale[8], bias[8];
+    if constexpr (!GemmOutput<C>::kIntegral) factors.take(first / 4, inside, kRunColumns<C::kAdjacent>, col_scale, bias);
+    CUTE_UNROLL
+    for (int pair = 0; pair < 2 * kBlocks; ++pair) {
+      const int block = pair / 2, half = pair % 2, at = row + step * block + lane / 4 + 8 * half;
+      const float row_scale = rows.scale(to, block, half);
+      const bool present = at < to.m && own < to.n;
+      typename GemmOutput<C>::Result result[8];
+      CUTE_UNROLL
+      for (int i = 0; i < 8; ++i) {
+        const int r = 4 * (first + i / 2) + 2 * half + i % 2;
+        typename C::Source source;
+        if constexpr (GemmOutput<C>::kHasSource) {
+          source = present ? to.c[int64_t{at} * to.c_pitch + own + kRunColumns<C::kAdjacent>[i]] : typename C::Source(0);
+        }
+        result[i] = to.finish(accum[block][0][r], source, row_scale, col_scale[i], bias[i]);
+        if constexpr (kTakesMagnitudes<C, Visitor>) {
+          visitor(result[i], __uint_as_float(accum[block][1][r]) * fabsf(row_scale * col_scale[i]));
+        } else {
+          visitor(result[i]);
+        }
+      }
+      store_eight<C>(present, to.out + int64_t{at} * to.pitch + own, result);
+    }
+  }
 }
 
 }  // namespace magicube

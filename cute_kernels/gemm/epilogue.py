@@ -175,6 +175,18 @@ def _with_contiguous_rows(c: Tensor) -> Tensor:
     return c if c.shape[1] == 1 or c.stride(1) == 1 else c.contiguous()
 
 
+def _is_aligned(out: Tensor) -> bool:
+    """Return whether rows of `out`, (M, N), begin at multiples of 16 bytes."""
+    pitch = out.stride(0) if out.shape[0] > 1 else 0
+    return out.data_ptr() % ALIGNMENT == 0 and pitch * out.element_size() % ALIGNMENT == 0
+
+
+def adjacent_columns(out: Tensor) -> int:
+    """Return the columns side by side that a lane writes at a time to `out`, (M, N): 16 bytes, 8 at most, or 0."""
+    size = out.element_size()
+    return min(8, 16 // size) if size <= 4 and out.shape[1] % 32 == 0 and _is_aligned(out) else 0
+
+
 class EpilogueArguments(NamedTuple):
     """Kernel arguments of an epilogue; `owners` keep their memory alive."""
 
@@ -211,7 +223,7 @@ def epilogue_arguments(
     bias, _ = _scale_argument(bias)  # (N,)
     c = None if c is None else _with_contiguous_rows(c)  # (M, N)
     pitch = out.stride(0) if m > 1 else n
-    vector = n % 8 == 0 and out.data_ptr() % ALIGNMENT == 0 and (m == 1 or pitch * out.element_size() % ALIGNMENT == 0)
+    vector = n % 8 == 0 and _is_aligned(out)
     arguments = (
         out.data_ptr(), pitch, m, n, pointer_of(rows), row_step, pointer_of(columns), column_step, pointer_of(bias),
         pointer_of(c), 0 if c is None else c.stride(0) if m > 1 else n, int(vector),

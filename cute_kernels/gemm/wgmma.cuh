@@ -116,12 +116,16 @@ __device__ void producer_loop(const GroupGemm<C>& gemm, const TmaDescriptor* con
         CUTE_UNROLL
         for (int j = 0; j < C::kPlanesB; ++j) {
           const uint32_t to = gemm.plane_b(at.stage, j) + own * G::kTileN;
+          constexpr int kRows = G::kTileN / G::kCluster;
           if constexpr (G::kCluster == 1) {
-            tma_load_2d(to, b[j], k + own, n, full);
+            if constexpr (C::kAdjacent > 0) tma_load_5d(to, b[j], k + own, n / (4 * C::kAdjacent), full);
+            else tma_load_2d(to, b[j], k + own, n, full);
           } else {
-            constexpr int kRows = G::kTileN / G::kCluster;
-            cluster::tma_load_2d_multicast((1 << G::kCluster) - 1, to + rank * kRows * G::kBoxK, b[j], k + own, n + rank * kRows,
-                                           full);
+            constexpr uint16_t kAll = (1 << G::kCluster) - 1;
+            const uint32_t part = to + rank * kRows * G::kBoxK;
+            const int first = n + rank * kRows;
+            if constexpr (C::kAdjacent > 0) cluster::tma_load_5d_multicast(kAll, part, b[j], k + own, first / (4 * C::kAdjacent), full);
+            else cluster::tma_load_2d_multicast(kAll, part, b[j], k + own, first, full);
           }
         }
       }
@@ -234,17 +238,23 @@ __device__ void consumer_loop(const GroupGemm<C>& gemm, const GemmOutput<C>& to,
     fence_tile_accumulators<C>(accum);
     consumer_release(gemm, at.stage == 0 ? G::kStages - 1 : at.stage - 1);
     if (C::kPingPong) at.skip(gemm.parts);
-    CUTE_UNROLL
-    for (int own = 0; own < G::kBlocks; ++own) {
-      if constexpr (C::kGated && C::kLevels > 1) {
-        write_fragment(to, accum[own], m + own * 64, n, lane, rows.scale[own], columns, [&](float x, float magnitude) {
-          seen = fmaf(x, x, seen), levels = fmaf(magnitude, magnitude, levels);
-        });
-      } else if constexpr (C::kGated) {
-        write_fragment(to, accum[own], m + own * 64, n, lane, rows.scale[own], columns, [&](float x) { seen = fmaf(x, x, seen); });
+    const auto write = [&](const auto& visitor) {
+      if constexpr (C::kAdjacent > 0) {
+        write_adjacent(to, accum, m, 64, n, lane, rows, columns, visitor);
       } else {
-        write_fragment(to, accum[own], m + own * 64, n, lane, rows.scale[own], columns);
+        CUTE_UNROLL
+        for (int own = 0; own < G::kBlocks; ++own) {
+          const float scales[2] = {rows.scale(to, own, 0), rows.scale(to, own, 1)};
+          write_fragment(to, accum[own], m + own * 64, n, lane, scales, columns, visitor);
+        }
       }
+    };
+    if constexpr (C::kGated && C::kLevels > 1) {
+      write([&](float x, float magnitude) { seen = fmaf(x, x, seen), levels = fmaf(magnitude, magnitude, levels); });
+    } else if constexpr (C::kGated) {
+      write([&](float x) { seen = fmaf(x, x, seen); });
+    } else {
+      write(NoVisitor{});
     }
   }
   if constexpr (C::kGated) {

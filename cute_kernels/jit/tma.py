@@ -12,9 +12,9 @@ from cute_kernels.jit.kernel import TENSOR_MAP_BYTES, _check, _driver
 def tensor_map(
     pointer: int,
     element_bytes: int,
-    shape: tuple[int, int],
-    pitch_bytes: int,
-    box: tuple[int, int],
+    shape: tuple[int, ...],
+    pitch_bytes: int | tuple[int, ...],
+    box: tuple[int, ...],
     swizzle: int = 0,
     unpack: int = 0,
 ) -> bytes:
@@ -29,11 +29,11 @@ def tensor_map(
     element_bytes : int
         Bytes per unsigned element: 1, 2, 4 or 8.
     shape : tuple of int
-        Elements of the matrix, (inner, outer).
-    pitch_bytes : int
-        Bytes from one row to the next, a multiple of 16 (32 if `unpack`).
+        Elements of the matrix, (inner, outer); up to five sizes of a tensor.
+    pitch_bytes : int or tuple of int
+        Bytes from one row to the next, a multiple of 16 (32 if `unpack`); of a tensor for each size but the inner one.
     box : tuple of int
-        Elements of a box, (inner, outer), each at most 256.
+        Elements of a box, (inner, outer) or as many as `shape`, each at most 256.
     swizzle : int, default 0
         Bytes of the shared-memory swizzle: 0, 32, 64 or 128; not below the box's inner bytes.
     unpack : int, default 0
@@ -71,12 +71,12 @@ def tensor_map(
     pattern = f"CU_TENSOR_MAP_SWIZZLE_{swizzle}B" if swizzle else "CU_TENSOR_MAP_SWIZZLE_NONE"
     result = driver.cuTensorMapEncodeTiled(
         kind,
-        2,
+        len(shape),
         pointer,
         [driver.cuuint64_t(size) for size in shape],
-        [driver.cuuint64_t(pitch_bytes)],
+        [driver.cuuint64_t(size) for size in (pitch_bytes if isinstance(pitch_bytes, tuple) else (pitch_bytes,))],
         [driver.cuuint32_t(size) for size in box],
-        [driver.cuuint32_t(1)] * 2,
+        [driver.cuuint32_t(1)] * len(shape),
         driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
         getattr(driver.CUtensorMapSwizzle, pattern),
         driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,

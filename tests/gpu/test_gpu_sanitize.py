@@ -300,9 +300,10 @@ def test_encoded_rows(act: str) -> None:
     [each for n in (1, 2) for each in gemm_candidates(Products(n, n, n), "sm_90a")],
     ids=lambda config: config.name,
 )
-def test_dense_product_of_digits(config: GemmConfig) -> None:
+@pytest.mark.parametrize("n", [203, 224])
+def test_dense_product_of_digits(n: int, config: GemmConfig) -> None:
     count, k = config.products.levels, 320 if WHOLE else 301
-    x, y = torch.randn(270, k).cuda(), torch.randn(k, 203).cuda()
+    x, y = torch.randn(270, k).cuda(), torch.randn(k, n).cuda()
     a, b = digits(x, count=count, axis=1), digits(y, count=count, axis=0, transpose=True)
     found = gemm(a.planes, b.planes, scale_a=a.scale, scale_b=b.scale, out_dtype=torch.float32, config=config)
     host = [tuple(plane.cpu() for plane in each.planes) for each in (a, b)]
@@ -311,11 +312,12 @@ def test_dense_product_of_digits(config: GemmConfig) -> None:
 
 
 @needs_warp_groups
+@pytest.mark.parametrize("n", [203, 224])
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_80"])
-def test_dense_product_that_ends_in_integers(arch: str) -> None:
+def test_dense_product_that_ends_in_integers(arch: str, n: int) -> None:
     config = gemm_candidates(Products(1, 1, 1), arch)[-1]
     generator = torch.Generator().manual_seed(0)
-    a, b = (torch.randint(-99, 99, shape, generator=generator).to(torch.int8) for shape in ((270, 304), (304, 203)))
+    a, b = (torch.randint(-99, 99, shape, generator=generator).to(torch.int8) for shape in ((270, 304), (304, n)))
     rows, scale = torch.rand(270) / 1e4, torch.tensor(0.01)
     found = gemm(
         a.cuda(), b.cuda(), scale_a=rows.cuda(), activation="gelu", out_scale=scale.cuda(), out_dtype=torch.int8,

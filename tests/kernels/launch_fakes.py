@@ -141,7 +141,7 @@ class FakeDriver:
 
     def cuTensorMapEncodeTiled(self, kind: Any, rank: int, pointer: int, *rest: Any) -> Any:
         shape, pitch, box, steps = ([int(each) for each in sizes] for sizes in rest[:4])
-        assert rank == len(shape) == len(box) == 2 and steps == [1, 1]
+        assert rank == len(shape) == len(box) == len(pitch) + 1 and steps == [1] * rank
         interleave, swizzle, promotion, fill = (int(each) for each in rest[4:])
         name = kind.name.removeprefix("CU_TENSOR_MAP_DATA_TYPE_")
         text = f"{name} {shape} pitch {pitch} box {box} {interleave} {swizzle} {promotion} {fill}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import re
 import subprocess
 from pathlib import Path
 
@@ -10,14 +11,15 @@ import pytest
 import torch
 
 from cute_kernels.cpu.linear import FUNCTIONS
+from cute_kernels.gemm.cuda import row_order
 from cute_kernels.gemm.epilogue import activate, integers_of
 from tests.kernels.estimate.cta_host import HostKernels, has_compiler
 
 pytestmark = pytest.mark.skipif(not has_compiler(), reason="no g++")
 PACK = """
 namespace magicube {  // in place of device/packed_int.cuh
-template <int, bool> uint32_t pack_nearest(int low, int high, uint32_t) {
-  return (min(max(low, -128), 127) & 255) | (min(max(high, -128), 127) & 255) << 8;
+template <int, bool> uint32_t pack_nearest(int low, int high, uint32_t rest) {
+  return (min(max(low, -128), 127) & 255) | (min(max(high, -128), 127) & 255) << 8 | rest << 16;
 }
 }
 """
@@ -77,9 +79,42 @@ extern "C" void all_of(const float* x, float* y, int64_t count) {{
 }}
 """
 
+ADJACENT = """
+#include "{header}"
+{pack}#include "gemm/epilogue.cuh"
+namespace magicube {{
+struct Config {{
+  static constexpr int kLevels = {levels}, kAdjacent = {adjacent};
+  static constexpr bool kFloatAccum = false;
+  using Out = {out};
+  using Source = {source};
+}};
+}}
+using namespace magicube;
+extern "C" const char* run(const int* sums, {out}* out, const float* c, int64_t pitch, int m, int n, const float* rows,
+                           const float* columns, const float* bias, float* squares) {{
+  return host::run(1, 32, 1, false, [=] {{
+    uint32_t accum[2][{levels}][48];  // two blocks of 16 rows, 96 columns
+    const int lane = threadIdx.x, g = lane / 4, t = lane % 4;
+    for (int block = 0; block < 2; ++block) for (int level = 0; level < {levels}; ++level) for (int r = 0; r < 48; ++r) {{
+      const int row = 16 * block + g + r / 2 % 2 * 8;
+      accum[block][level][r] = sums[(level * 32 + row) * 96 + r / 4 * 8 + 2 * t + r % 2];
+    }}
+    float seen = 0.0f;
+    const GemmOutput<Config> to{{out, {c}, rows, columns, bias, pitch, pitch, m, n, 0.5f, 2.0f, 0x1p-8f, 0x1p-16f, true, 1.0f}};
+    write_adjacent(to, accum, 0, 16, 0, lane, RowFactors<Config, 2>(to, 0, 16, lane), ColumnFactors<Config, 96>(to, 0, lane),
+                   [&](auto x{magnitude}) {{ seen += x * x; }});
+    squares[lane] = seen;
+  }});
+}}
+"""
+
 
 def _compiled(source: str, tmp_path: Path) -> ctypes.CDLL:
     HostKernels(tmp_path, ("gemm/epilogue.cuh", "gemm/activation.cuh", "device/quad.cuh"))
+    epilogue = tmp_path / "gemm" / "epilogue.cuh"
+    stores = re.sub(r'asm volatile\("\{.*?"memory"\);', "if (present) *to = x;", epilogue.read_text(), flags=re.S)
+    epilogue.write_text(stores)
     path, library = tmp_path / "epilogue.cpp", tmp_path / "epilogue.so"
     path.write_text(source)
     flags = ["-std=c++17", "-O1", "-w", "-shared", "-fPIC", "-fno-gnu-unique", f"-I{tmp_path}"]
@@ -160,3 +195,38 @@ def test_the_visitor_gets_results_and_magnitudes(levels: int, vector: bool, tmp_
     magnitudes = (sums.double().abs() * weights).sum(0)[:m, :n] * scale
     assert float(squares[0].double().sum()) == pytest.approx(float(exact.square().sum()), rel=1e-6)
     assert float(squares[1].double().sum()) == pytest.approx(float(magnitudes.square().sum()), rel=1e-6)
+
+
+@pytest.mark.parametrize(("out", "levels", "with_c"), [("float", 1, True), ("float", 2, False), ("int8_t", 1, False)])
+def test_columns_side_by_side_lie_where_rows_of_b_were_put(out: str, levels: int, with_c: bool, tmp_path: Path) -> None:
+    m, n, adjacent = 27, 64, 4 if out == "float" else 8
+    generator = torch.Generator().manual_seed(levels)
+    sums = torch.randint(-90, 90, (levels, 32, 96), generator=generator, dtype=torch.int32)
+    shape, steps, _ = row_order(96, 96, adjacent)
+    placed = torch.arange(1)
+    for size, step in zip(shape, steps, strict=True):  # the fastest index first
+        placed = (placed[None] + torch.arange(size)[:, None] * step).flatten()
+    assert torch.equal(placed.sort().values, torch.arange(96))
+    rows, columns, bias = (
+        2.0 ** (torch.arange(32) % 3 - 1),
+        2.0 ** (torch.arange(96) % 3).float(),
+        torch.arange(96.0) - 8,
+    )
+    got = torch.full((32, 96), 99.0).to(torch.float32 if out == "float" else torch.int8)
+    c = torch.randint(-9, 9, (32, 96), generator=generator).float()
+    source = ADJACENT.format(
+        header=Path(__file__).parents[1] / "estimate" / "cta_host.hpp", pack=PACK, levels=levels, adjacent=adjacent, out=out,
+        source="float" if with_c else "NoSource", c="c" if with_c else "nullptr", magnitude=", float" if levels > 1 else "",
+    )  # fmt: skip
+    run = _compiled(source, tmp_path).run
+    run.restype = ctypes.c_char_p
+    squares, given = torch.zeros(32), sums[:, :, placed].contiguous()
+    pointers = [ctypes.c_void_p(each.data_ptr()) for each in (given, got, c, rows, columns, bias, squares)]
+    assert not run(*pointers[:3], ctypes.c_int64(96), m, n, *pointers[3:])
+    weights = torch.tensor([1.0, 2.0**-8])[:levels, None, None]
+    want = (sums * weights).sum(0) * 0.5 * rows[:, None] * columns + bias + (2 * c if with_c else 0)
+    want = want[:m, :n]
+    assert torch.equal(got[:m, :n], want if out == "float" else want.round().clamp(-128, 127).to(torch.int8))
+    assert bool((got[m:] == 99).all() and (got[:, n:] == 99).all())
+    if not with_c and out == "float":  # what does not exist is visited too
+        assert float(squares.sum()) >= float(want.square().sum()) * 0.99
