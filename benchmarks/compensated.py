@@ -140,7 +140,7 @@ def configs() -> list[Source]:
         found += [columns_config("float32", planes, current_arch(), n) for n in SIZES]
     for planes in (1, 2, 3):
         tiles = candidates(select_products(planes, planes, None), current_arch())
-        found += [replace(each, out="float32", gated=True) for each in tiles]
+        found += [replace(each, out="float32", gated=True).side_by_side for each in tiles]
     return found
 
 

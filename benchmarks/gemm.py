@@ -263,8 +263,10 @@ def configs(shapes: tuple[tuple[int, int, int], ...]) -> list[Source]:
     for m, k, n in shapes:
         for terms, planes in PLANES.items():
             out = str(OUTS[terms]).removeprefix("torch.")
-            found.append(choose(m, n, k, select_products(planes, planes, terms), arch, out=out))
-        found.append(choose(m, n, k, select_products(1, 1, 1), arch))
+            config = choose(m, n, k, select_products(planes, planes, terms), arch, out=out)
+            found.append(config if n % 32 else config.side_by_side)
+        config = choose(m, n, k, select_products(1, 1, 1), arch)
+        found.append(config if n % 32 else config.side_by_side)
     return found
 
 

@@ -99,7 +99,7 @@ def gemm_configs() -> list[Source]:
     from cute_kernels.gemm.config import Products
     from cute_kernels.gemm.heuristics import candidates
 
-    tiles = [replace(config, out=OUT_NAME) for config in candidates(Products(1, 1, 1), jit.current_arch())]
+    tiles = [replace(config, out=OUT_NAME).side_by_side for config in candidates(Products(1, 1, 1), jit.current_arch())]
     return [*tiles, PackConfig("pack_transposed"), PackConfig("pack_strided")]
 
 

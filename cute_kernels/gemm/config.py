@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from cute_kernels.cpu.linear import FUNCTIONS
@@ -172,6 +172,12 @@ class GemmConfig(KernelConfig):
         if self.gated:  # rows that do not exist are zeros
             return self.tile_m, self.tile_n // self.cluster
         return min(self.tile_m, m), min(self.tile_n, n) if self.cluster == 1 else self.tile_n // self.cluster
+
+    @property
+    def side_by_side(self) -> GemmConfig:
+        """The config that is launched where N is a multiple of 32 and rows of the output are aligned to 16 bytes."""
+        columns = {"int64": 0, "float32": 4, "int32": 4}.get(self.out, 8)
+        return replace(self, adjacent=columns if self.kernel == "wgmma" else 0)
 
     @property
     def name(self) -> str:

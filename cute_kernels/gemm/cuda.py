@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cute_kernels.convert.pack import pack_rows
 from cute_kernels.gemm.config import GemmConfig, Products, select_products
-from cute_kernels.gemm.epilogue import adjacent_columns, epilogue_arguments, pointer_of
+from cute_kernels.gemm.epilogue import epilogue_arguments, pointer_of, takes_runs
 from cute_kernels.gemm.heuristics import choose
 from cute_kernels.gemm.problem import GemmProblem
 from cute_kernels.jit.device import current_arch, device_of, num_sms
@@ -93,8 +93,8 @@ def select_config(problem: GemmProblem, part: Part, arch: str, num_sms: int) -> 
     out = str(part.out.dtype).removeprefix("torch.")
     chosen = choose(m, n, part.size, problem.products, arch, out=out, source=source, num_sms=num_sms)
     is_last = part.first + part.size == problem.shape[2]
-    adjacent = adjacent_columns(part.out) if chosen.kernel == "wgmma" else 0
-    return replace(chosen, activation=problem.activation if is_last else None, adjacent=adjacent)
+    chosen = replace(chosen, activation=problem.activation if is_last else None)
+    return chosen.side_by_side if takes_runs(part.out) else chosen
 
 
 _INT4_ARCHES = ("sm_80", "sm_86", "sm_87", "sm_88", "sm_89")
@@ -293,10 +293,8 @@ def gemm_cuda(problem: GemmProblem, out: Tensor, config: GemmConfig | None = Non
         for part in parts(problem, out):
             chosen = select_config(problem, part, arch, sms)
             if config is not None:
-                adjacent = adjacent_columns(part.out) if config.kernel == "wgmma" else 0
-                chosen = replace(
-                    config, out=chosen.out, source=chosen.source, activation=chosen.activation, adjacent=adjacent
-                )
+                given = replace(config, out=chosen.out, source=chosen.source, activation=chosen.activation)
+                chosen = given.side_by_side if takes_runs(part.out) else replace(given, adjacent=0)
             if problem.gate is not None:
                 chosen = replace(chosen, gated=True)
             _launch(problem, part, chosen, a, b)

@@ -181,10 +181,9 @@ def _is_aligned(out: Tensor) -> bool:
     return out.data_ptr() % ALIGNMENT == 0 and pitch * out.element_size() % ALIGNMENT == 0
 
 
-def adjacent_columns(out: Tensor) -> int:
-    """Return the columns side by side that a lane writes at a time to `out`, (M, N): 16 bytes, 8 at most, or 0."""
-    size = out.element_size()
-    return min(8, 16 // size) if size <= 4 and out.shape[1] % 32 == 0 and _is_aligned(out) else 0
+def takes_runs(out: Tensor) -> bool:
+    """Return whether a lane may write 16 bytes at a time to `out`, (M, N), without a look at what is beyond N."""
+    return out.shape[1] % 32 == 0 and _is_aligned(out)
 
 
 class EpilogueArguments(NamedTuple):

@@ -36,7 +36,7 @@ from cute_kernels.few_rows.encode_e4m3 import EncodeConfig
 from cute_kernels.few_rows.product import choose_few_rows
 from cute_kernels.few_rows.product_int8 import choose_few_rows_int8
 from cute_kernels.few_rows.widen import WidenConfig
-from cute_kernels.gemm.config import GemmConfig, select_products
+from cute_kernels.gemm.config import select_products
 from cute_kernels.gemm.cutlass import CONFIG as CUTLASS
 from cute_kernels.gemm.heuristics import candidates as gemm_candidates
 from cute_kernels.gemm.heuristics import choose as choose_gemm
@@ -98,12 +98,6 @@ def catalog(arch: str) -> dict[str, Config]:
     return found
 
 
-def _side_by_side(config: GemmConfig) -> GemmConfig:
-    """As it is launched where N is a multiple of 32 and the output is aligned."""
-    columns = {"int64": 0, "float32": 4, "int32": 4}.get(config.out, 8)
-    return replace(config, adjacent=columns if config.kernel == "wgmma" else 0)
-
-
 def _gemm(arch: str) -> Iterator[Entry]:
     """Dense integer GEMM: tiles, digit products, outputs and sources of C."""
     for planes_a, planes_b, terms, m, out, source in (
@@ -120,12 +114,12 @@ def _gemm(arch: str) -> Iterator[Entry]:
         terms_of = select_products(planes_a, planes_b, terms)
         config = choose_gemm(m, 4096, 4096, terms_of, arch, out=out, source=source)
         key = f"gemm/planes={planes_a}x{planes_b} terms={terms or 'all'} m={m} out={out} c={source}"
-        yield key, _side_by_side(config)
+        yield key, config.side_by_side
         if m == 512 or terms == 3:
             yield f"{key} pairs", config
     for activation, m, out in ((None, 4096, "int8"), ("gelu", 4096, "int8"), ("silu", 512, "bfloat16")):
         config = replace(choose_gemm(m, 1536, 384, select_products(1, 1, None), arch, out=out), activation=activation)
-        yield f"gemm/m={m} out={out} activation={activation or 'none'}", _side_by_side(config)
+        yield f"gemm/m={m} out={out} activation={activation or 'none'}", config.side_by_side
     yield "gemm/transposed plane", PackConfig("pack_transposed")
     yield "gemm/strided plane", PackConfig("pack_strided")
     yield "gemm/CUTLASS", CUTLASS
@@ -135,7 +129,7 @@ def _gemm(arch: str) -> Iterator[Entry]:
             yield f"gemm/planes={planes}x{planes} warps", replace(portable, out="float16")
         for planes, m in ((1, 4096), (2, 4096), (2, 64), (3, 4096)):
             config = choose_gemm(m, 4096, 4096, select_products(planes, planes, None), arch, out="float32")
-            yield f"gated gemm/planes={planes}x{planes} m={m}", replace(_side_by_side(config), gated=True)
+            yield f"gated gemm/planes={planes}x{planes} m={m}", replace(config.side_by_side, gated=True)
 
 
 _KINDS = {
