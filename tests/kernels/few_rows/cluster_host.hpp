@@ -431,6 +431,7 @@ inline void bulk_copy(uint32_t to, const void* from, int bytes, uint32_t barrier
   uint8_t* const at = host::shared_bytes(cta, to, bytes);
   host::start({cta, barrier, bytes, [=] { std::memcpy(at, from, bytes); }});
 }
+inline void tma_load_5d(uint32_t, const TmaDescriptor*, int, int, uint32_t) { throw host::Failure("a box of five sizes"); }
 inline void tma_load_2d(uint32_t to, const TmaDescriptor* map, int x, int y, uint32_t barrier) {
   const int cta = host::self().cta, bytes = int(map->box * map->box_bytes);
   host::require(to % 128 == 0 && (map->swizzle == 0 || map->box_bytes == 128), "TMA: not aligned to 128 bytes");
@@ -451,6 +452,7 @@ namespace cluster {
 inline uint32_t rank() { return host::self().cta; }
 inline void sync() { host::meet(host::together, int(host::fibers.size()), "cluster barrier"); }
 inline void tma_load_2d_multicast(uint16_t, uint32_t, const TmaDescriptor*, int, int, uint32_t) { throw host::Failure("multicast"); }
+inline void tma_load_5d_multicast(uint16_t, uint32_t, const TmaDescriptor*, int, int, uint32_t) { throw host::Failure("multicast"); }
 inline void arrive_at(uint32_t, uint32_t) { throw host::Failure("remote arrival"); }
 inline uint32_t load_of(uint32_t, uint32_t) { throw host::Failure("remote word"); }
 inline float4 load_four_of(uint32_t from, uint32_t rank) {
