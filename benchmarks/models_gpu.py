@@ -31,6 +31,7 @@ import torch
 from harness.gpu_results import results_file, rounded, save
 from harness.gpu_timing import replays
 from harness.machine import gpu_machine
+from harness.model_runner import fuse_integers
 from torch import Tensor, nn
 
 import magicube_cutlass as mc
@@ -207,20 +208,9 @@ def converted(config: Config, batch: dict[str, Any], static: bool) -> Callable[[
             mc.nn.fuse_projections(model, batch)  # first: a gate with an activation would be left alone
             mc.nn.fuse_activations(model, batch)
             if static:
-                fuse_integers(model, batch)
+                fuse_integers(model, [batch])
 
     return make
-
-
-def fuse_integers(model: nn.Module, batch: dict[str, Any]) -> None:
-    """Give static scales to the layers that read another layer's output itself, and have that one write integers."""
-    mc.nn.calibrate(model, [batch], progress=False)
-    pairs = mc.nn.fuse_quantization(model, batch)
-    if not pairs:
-        raise ValueError("model must have layers that read another layer's output itself, got none")
-    for name, layer in model.named_modules():
-        if isinstance(layer, mc.nn.QuantLinear) and name not in pairs.values():
-            layer.act_scale = None
 
 
 class FloatPart(nn.Module):

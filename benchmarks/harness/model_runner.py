@@ -41,6 +41,17 @@ def smoothed(model: nn.Module, layers: str, weight: str, data: Sequence[Any], **
     return new.eval()
 
 
+def fuse_integers(model: nn.Module, data: Sequence[dict[str, Any]]) -> None:
+    """Give static scales to the layers that read another layer's output itself, and have that one write integers."""
+    mc.nn.calibrate(model, data, progress=False)
+    pairs = mc.nn.fuse_quantization(model, data[0])
+    if not pairs:
+        raise ValueError("model must have layers that read another layer's output itself, got none")
+    for name, layer in model.named_modules():
+        if isinstance(layer, mc.nn.QuantLinear) and name not in pairs.values():
+            layer.act_scale = None
+
+
 class Runner:
     """A model, its data, and how a pruned copy is trained towards it."""
 
