@@ -261,12 +261,11 @@ def configs(shapes: tuple[tuple[int, int, int], ...]) -> list[Source]:
         for source, size in product(("float32", "float16"), (4096, 8192)):
             found += [DigitsConfig("digits_rows", source, count), columns_config(source, count, arch, size)]
     for m, k, n in shapes:
+        chosen = [choose(m, n, k, select_products(1, 1, 1), arch)]
         for terms, planes in PLANES.items():
             out = str(OUTS[terms]).removeprefix("torch.")
-            config = choose(m, n, k, select_products(planes, planes, terms), arch, out=out)
-            found.append(config if n % 32 else config.side_by_side)
-        config = choose(m, n, k, select_products(1, 1, 1), arch)
-        found.append(config if n % 32 else config.side_by_side)
+            chosen.append(choose(m, n, k, select_products(planes, planes, terms), arch, out=out))
+        found += [config if n % 32 else config.side_by_side for config in chosen]
     return found
 
 

@@ -100,11 +100,11 @@ extern "C" const char* run(const int* sums, {out}* out, const float* c, int64_t 
       const int row = 16 * block + g + r / 2 % 2 * 8;
       accum[block][level][r] = sums[(level * 32 + row) * 96 + r / 4 * 8 + 2 * t + r % 2];
     }}
-    float seen = 0.0f;
+    float seen = 0.0f, magnitudes = 0.0f;
     const GemmOutput<Config> to{{out, {c}, rows, columns, bias, pitch, pitch, m, n, 0.5f, 2.0f, 0x1p-8f, 0x1p-16f, true, 1.0f}};
     write_adjacent(to, accum, 0, 16, 0, lane, RowFactors<Config, 2>(to, 0, 16, lane), ColumnFactors<Config, 96>(to, 0, lane),
-                   [&](auto x{magnitude}) {{ seen += x * x; }});
-    squares[lane] = seen;
+                   [&](auto x{magnitude}) {{ seen += x * x{add}; }});
+    squares[lane] = seen, squares[32 + lane] = magnitudes;
   }});
 }}
 """
@@ -216,17 +216,22 @@ def test_columns_side_by_side_lie_where_rows_of_b_were_put(out: str, levels: int
     c = torch.randint(-9, 9, (32, 96), generator=generator).float()
     source = ADJACENT.format(
         header=Path(__file__).parents[1] / "estimate" / "cta_host.hpp", pack=PACK, levels=levels, adjacent=adjacent, out=out,
-        source="float" if with_c else "NoSource", c="c" if with_c else "nullptr", magnitude=", float" if levels > 1 else "",
+        source="float" if with_c else "NoSource", c="c" if with_c else "nullptr", magnitude=", float y" if levels > 1 else "",
+        add=", magnitudes += y" if levels > 1 else "",
     )  # fmt: skip
     run = _compiled(source, tmp_path).run
     run.restype = ctypes.c_char_p
-    squares, given = torch.zeros(32), sums[:, :, placed].contiguous()
+    squares, given = torch.zeros(2, 32), sums[:, :, placed].contiguous()
     pointers = [ctypes.c_void_p(each.data_ptr()) for each in (given, got, c, rows, columns, bias, squares)]
     assert not run(*pointers[:3], ctypes.c_int64(96), m, n, *pointers[3:])
     weights = torch.tensor([1.0, 2.0**-8])[:levels, None, None]
-    want = (sums * weights).sum(0) * 0.5 * rows[:, None] * columns + bias + (2 * c if with_c else 0)
-    want = want[:m, :n]
+    rows[m:], columns[n:], bias[n:] = 1.0, 1.0, 0.0  # what does not exist is visited, with these
+    scale = 0.5 * rows[:, None] * columns
+    every = (sums * weights).sum(0) * scale + bias
+    want = (every + 2 * c if with_c else every)[:m, :n]
     assert torch.equal(got[:m, :n], want if out == "float" else want.round().clamp(-128, 127).to(torch.int8))
     assert bool((got[m:] == 99).all() and (got[:, n:] == 99).all())
-    if not with_c and out == "float":  # what does not exist is visited too
-        assert float(squares.sum()) >= float(want.square().sum()) * 0.99
+    if levels > 1:
+        magnitudes = (sums.abs() * weights).sum(0) * scale
+        assert float(squares[0].double().sum()) == pytest.approx(float(every.double().square().sum()), rel=1e-6)
+        assert float(squares[1].double().sum()) == pytest.approx(float(magnitudes.double().sum()), rel=1e-6)
