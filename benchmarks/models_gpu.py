@@ -4,8 +4,9 @@ Models of transformers with **random weights** in the sizes of all-MiniLM-L6-v2 
 of 576), and one decoder layer of an 8B model (4096, 14336): times do not depend on the values. All products of the
 layers are converted, embeddings and the head stay bfloat16, attention is torch's. Projections that read the same rows
 are one product in our dense layers, by ``fuse_projections``, and in "bfloat16, fused", which shows what that alone is
-worth. Our dense layers apply the activations that follow them, by ``fuse_activations``. "static MLP": a layer that
-reads another's output itself has a static scale, and the other one writes its integers, by ``fuse_quantization``.
+worth. Our dense layers apply the activations that follow them, by ``fuse_activations``, and gate the outputs of gated
+MLPs, by ``fuse_glu``. "static MLP": the last layer of an MLP has a static scale, and the one before writes its
+integers, by ``fuse_quantization`` or ``fuse_glu``.
 ``graph``: milliseconds of a replay, median, all ways in turns; ``eager``: of a call without a graph, host included.
 ``compiled`` ways are compiled by torch: an encoder whole, a decoder layer by layer. ``error``: relative error of the
 layers' output against bfloat16's. ``decode``: a step for each of the batch's sequences over 1,024 cached tokens.
@@ -209,6 +210,8 @@ def converted(config: Config, batch: dict[str, Any], static: bool) -> Callable[[
             mc.nn.fuse_activations(model, batch)
             if static:
                 fuse_integers(model, [batch])
+            else:
+                mc.nn.fuse_glu(model, batch)
 
     return make
 

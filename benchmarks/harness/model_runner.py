@@ -42,13 +42,13 @@ def smoothed(model: nn.Module, layers: str, weight: str, data: Sequence[Any], **
 
 
 def fuse_integers(model: nn.Module, data: Sequence[dict[str, Any]]) -> None:
-    """Give static scales to the layers that read another layer's output itself, and have that one write integers."""
+    """Give static scales to the last layers of MLPs, and have the layers before write integers."""
     mc.nn.calibrate(model, data, progress=False)
-    pairs = mc.nn.fuse_quantization(model, data[0])
-    if not pairs:
-        raise ValueError("model must have layers that read another layer's output itself, got none")
+    last = {*mc.nn.fuse_quantization(model, data[0]).values(), *mc.nn.fuse_glu(model, data[0]).values()}
+    if not last:
+        raise ValueError("model must have layers that read another layer's output or gated outputs, got none")
     for name, layer in model.named_modules():
-        if isinstance(layer, mc.nn.QuantLinear) and name not in pairs.values():
+        if isinstance(layer, mc.nn.QuantLinear) and name not in last:
             layer.act_scale = None
 
 

@@ -11,9 +11,9 @@ from torch import Tensor
 from cute_kernels.cpu.linear import FUNCTIONS
 from cute_kernels.gemm.config import MAX_PLANES, MAX_PRODUCTS, GemmConfig, select_products
 from cute_kernels.gemm.cpu import cpu_backend, gemm_cpu
-from cute_kernels.gemm.cuda import check_config, gemm_cuda, plan_gemm
+from cute_kernels.gemm.cuda import check_config, gemm_cuda, plan_gemm, takes_glu
 from cute_kernels.gemm.cutlass import check_backend, gemm_cutlass
-from cute_kernels.gemm.epilogue import activate, integers_of, run_problem
+from cute_kernels.gemm.epilogue import activate, gated, integers_of, run_problem
 from cute_kernels.gemm.int4 import Int4Matrix
 from cute_kernels.gemm.problem import GemmProblem, check_epilogue, check_float_tensor, check_output
 from cute_kernels.watch import watched
@@ -122,6 +122,9 @@ def _check_finish(problem: GemmProblem) -> None:
         raise ValueError(f"activation must be one of {FUNCTIONS}, got {activation!r}")
     if activation is not None and problem.is_integer:
         raise ValueError(f"activation must be None for out_dtype {dtype}, got {activation!r}")
+    if problem.glu and (problem.is_integer or problem.c is not None or problem.shape[1] % 2):
+        got = f"{dtype}, {'no c' if problem.c is None else 'c'}, N = {problem.shape[1]}"
+        raise ValueError(f"glu needs a float or int8 out_dtype, no c, and an even N, got {got}")
     if (out_scale is None) == (dtype == torch.int8):
         got = "None" if out_scale is None else "a tensor"
         raise ValueError(f"out_scale must be given for out_dtype torch.int8, and for no other, got {got} for {dtype}")
@@ -144,6 +147,7 @@ def _check(
     bias: Tensor | None,
     activation: str | None,
     out_scale: Tensor | None,
+    glu: bool,
     out: Tensor | None,
     out_dtype: torch.dtype,
 ) -> GemmProblem:
@@ -159,7 +163,7 @@ def _check(
         raise ValueError(f"b must have {k} rows to match a of shape {(m, k)}, got {rows}")
     if not isinstance(shift, int) or not 0 <= shift <= 16:
         raise ValueError(f"shift must be an integer from 0 to 16, got {shift!r}")
-    check_output(out, out_dtype, (m, n), device, integers=True)
+    check_output(out, out_dtype, (m, n // 2 if glu else n), device, integers=True)
     float64 = out_dtype == torch.float64
     row_scale, number_a = _check_scale(scale_a, "scale_a", m, device, float64)
     col_scale, number_b = _check_scale(scale_b, "scale_b", n, device, float64)
@@ -170,7 +174,7 @@ def _check(
     packed = a if isinstance(a, Int4Matrix) else None, b if isinstance(b, Int4Matrix) else None
     problem = GemmProblem(
         lhs, rhs, products, shift, row_scale, col_scale, scale, float(beta), c, bias, out_dtype, activation, out_scale,
-        packed=packed,
+        glu, packed=packed,
     )  # fmt: skip
     _check_finish(problem)
     if problem.is_integer:
@@ -193,6 +197,7 @@ def gemm(
     bias: Tensor | None = None,
     activation: str | None = None,
     out_scale: Tensor | None = None,
+    glu: bool = False,
     out: Tensor | None = None,
     out_dtype: torch.dtype = torch.int32,
     config: GemmConfig | None = None,
@@ -235,6 +240,10 @@ def gemm(
         float32 scale of an int8 output, ``D / out_scale`` rounded to nearest and saturated, NaN to 0. The quotient is a
         product with the rounded inverse: next to a tie, the integer may be the next one. On a GPU, GELU and SiLU of z
         are then within ``2^-12 |z| + 4e-5`` before they are rounded.
+    glu : bool, default False
+        Gated linear unit: with ``z`` the product before f, ``D = f(z[:, :N / 2]) * z[:, N / 2:]``, (M, N / 2), rounded
+        once. N is even; no `c`; float or int8 outputs. One kernel on sm_90a, for one digit product and N a multiple of
+        64; elsewhere torch multiplies the parts of a float32 product.
     out : Tensor, shape (M, N), optional
         Output with contiguous rows, written in place.
     out_dtype : torch.dtype, default torch.int32
@@ -286,7 +295,9 @@ def gemm(
     tensor([[ 4.5000,  6.0000],
             [ 8.5000, 12.0000]])
     """
-    problem = _check(a, b, terms, shift, scale_a, scale_b, alpha, beta, c, bias, activation, out_scale, out, out_dtype)
+    problem = _check(
+        a, b, terms, shift, scale_a, scale_b, alpha, beta, c, bias, activation, out_scale, glu, out, out_dtype
+    )
     if config is not None:
         check_config(problem, config)
     if backend is not None:
@@ -298,9 +309,14 @@ def gemm(
     def on_cpu(checked: GemmProblem) -> Tensor:
         return gemm_cpu(checked, MAX_PRODUCTS)
 
-    if problem.is_linear or (problem.device.type == "cuda" and 0 not in problem.shape):
+    is_fused = problem.device.type == "cuda" and 0 not in problem.shape
+    if glu and is_fused:
+        out = torch.empty(problem.out_shape, dtype=out_dtype, device=problem.device) if out is None else out
+        is_fused = takes_glu(problem, out)
+    if problem.is_linear or is_fused:
         return run_problem(problem, out, on_cpu, on_gpu)
-    y = activate(run_problem(problem.linear(), None, on_cpu, on_gpu), activation)  # (M, N)
+    y = run_problem(problem.linear(), None, on_cpu, on_gpu)  # (M, N)
+    y = gated(y, activation) if glu else activate(y, activation)  # (M, N) or (M, N / 2)
     y = y.to(out_dtype) if out_scale is None else integers_of(y, out_scale)
     return y if out is None else out.copy_(y)
 
@@ -341,7 +357,7 @@ def explain_gemm(a: Planes, b: Planes, *, terms: int | None = None, out_dtype: t
     """
     device = (a if isinstance(a, (Tensor, Int4Matrix)) else a[0]).device
     out_scale = torch.ones((), device=device) if out_dtype == torch.int8 else None
-    problem = _check(a, b, terms, 8, None, None, 1.0, 0.0, None, None, None, out_scale, None, out_dtype)
+    problem = _check(a, b, terms, 8, None, None, 1.0, 0.0, None, None, None, out_scale, False, None, out_dtype)
     if problem.device.type == "cpu":
         chunks = max(1, -(-problem.shape[2] // MAX_PRODUCTS))
         return GemmPlan(cpu_backend(problem, MAX_PRODUCTS), problem.products.number, chunks=chunks)

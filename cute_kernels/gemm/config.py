@@ -129,6 +129,9 @@ class GemmConfig(KernelConfig):
     adjacent : int
         Columns side by side that a lane has, 4 or 8: TMA brings rows of B in the order for that, and the epilogue
         transposes nothing (WGMMA, N a multiple of 32, rows of the output aligned to 16 bytes). 0: pairs.
+    glu : bool
+        Gated linear unit: results of the first N / 2 columns of B, by the activation, times those of the others (WGMMA,
+        one digit product, adjacent columns, no c). A tile has `tile_n` columns of B, half as many of the output.
     """
 
     kernel: str
@@ -147,6 +150,7 @@ class GemmConfig(KernelConfig):
     gated: bool = False
     bits: int = 8
     adjacent: int = 0
+    glu: bool = False
 
     @property
     def threads(self) -> int:
@@ -164,13 +168,15 @@ class GemmConfig(KernelConfig):
         return self.stages * (self.stage_bytes + (16 if self.kernel == "wgmma" else 0))
 
     def tiles(self, m: int, n: int) -> int:
-        """Return the tiles of an (m, n) output; the tiles of a cluster count as one."""
+        """Return the tiles of a product with n columns of B; the tiles of a cluster count as one."""
         return -(-m // (self.tile_m * self.cluster)) * -(-n // self.tile_n)
 
     def box_rows(self, m: int, n: int) -> tuple[int, int]:
         """Return the rows of the TMA boxes of A and B: those of a tile, or of all there are if these are fewer."""
         if self.gated:  # rows that do not exist are zeros
             return self.tile_m, self.tile_n // self.cluster
+        if self.glu and self.cluster == 1:  # gates, and what they gate
+            return min(self.tile_m, m), min(self.tile_n, n) // 2
         return min(self.tile_m, m), min(self.tile_n, n) if self.cluster == 1 else self.tile_n // self.cluster
 
     @property
@@ -188,6 +194,7 @@ class GemmConfig(KernelConfig):
         how += "-gated" if self.gated else ""
         how += "-s4" if self.bits == 4 else ""
         how += f"-adjacent{self.adjacent}" if self.adjacent else ""
+        how += "-glu" if self.glu else ""
         how += f"-{self.activation}" if self.activation else ""
         kind = f"{p.planes_a}x{p.planes_b}l{p.levels}"
         return f"gemm-{self.kernel}-{kind}-{self.out}-{self.source}-{shape}-{how}"
@@ -218,6 +225,7 @@ class GemmConfig(KernelConfig):
             "kBand": self.band,
             "kGated": self.gated,
             "kAdjacent": self.adjacent,
+            "kGlu": self.glu,
         }
 
     def _types(self) -> dict[str, str]:

@@ -91,7 +91,7 @@ def select_config(problem: GemmProblem, part: Part, arch: str, num_sms: int) -> 
     m, n, _ = problem.shape
     source = "none" if part.c is None else str(part.c.dtype).removeprefix("torch.")
     out = str(part.out.dtype).removeprefix("torch.")
-    chosen = choose(m, n, part.size, problem.products, arch, out=out, source=source, num_sms=num_sms)
+    chosen = choose(m, n, part.size, problem.products, arch, out=out, source=source, num_sms=num_sms, glu=problem.glu)
     is_last = part.first + part.size == problem.shape[2]
     chosen = replace(chosen, activation=problem.activation if is_last else None)
     return chosen.side_by_side if takes_runs(part.out) else chosen
@@ -114,8 +114,22 @@ def check_config(problem: GemmProblem, config: GemmConfig) -> None:
     if config.products != problem.products or config.bits not in (bits, 8):
         raise ValueError(f"config must be for {problem.products} of {bits} bits, got {config.name}")
     arch = current_arch()
+    if problem.glu and (config.kernel != "wgmma" or config.tile_n % 64):
+        raise ValueError(f"config must be of WGMMA and tiles of N a multiple of 64 for glu, got {config.name}")
     if (config.kernel == "wgmma" and arch != "sm_90a") or (config.bits == 4 and arch not in _INT4_ARCHES):
         raise ValueError(f"config must be of instructions of {arch}, got {config.name}")
+
+
+def on_glu_arch(x: Tensor) -> bool:
+    """Return whether kernels of the GPU of `x` compute gated linear units: WGMMA kernels do."""
+    with device_of(x):
+        return current_arch() == "sm_90a"
+
+
+def takes_glu(problem: GemmProblem, out: Tensor) -> bool:
+    """Return whether one launch computes a gated linear unit, into runs of columns."""
+    single = problem.products.number == 1 and problem.shape[2] <= problem.products.max_k // 128 * 128
+    return on_glu_arch(out) and single and problem.c is None and takes_runs(out)
 
 
 def gated_gemm(
@@ -272,7 +286,7 @@ def gemm_cuda(problem: GemmProblem, out: Tensor, config: GemmConfig | None = Non
     out : Tensor, shape (M, N)
         Output.
     config : GemmConfig, optional
-        Kernel config; overrides kernel selection. `out`, `source`, `activation` and `adjacent` are set here.
+        Kernel config; overrides kernel selection. `out`, `source`, `activation`, `glu` and `adjacent` are set here.
 
     Returns
     -------
@@ -293,7 +307,9 @@ def gemm_cuda(problem: GemmProblem, out: Tensor, config: GemmConfig | None = Non
         for part in parts(problem, out):
             chosen = select_config(problem, part, arch, sms)
             if config is not None:
-                given = replace(config, out=chosen.out, source=chosen.source, activation=chosen.activation)
+                given = replace(
+                    config, out=chosen.out, source=chosen.source, activation=chosen.activation, glu=chosen.glu
+                )
                 chosen = given.side_by_side if takes_runs(part.out) else replace(given, adjacent=0)
             if problem.gate is not None:
                 chosen = replace(chosen, gated=True)

@@ -2,6 +2,7 @@
 //
 //   out = f((total * row_scale) * col_scale + beta * c + bias),  total = sum of level l * 2^(-shift l)
 //
+// Of a gated linear unit, without c, out = f(gate) * up, which are such sums of two products.
 // f is the identity or an activation. Results of int8 are the nearest integers to out / out_scale, saturated.
 // All architectures from sm_80. A store is 16 bytes per lane: where TMA has brought rows of B in the order for it, a lane has them;
 // else a quad of lanes transposes its 8x8 blocks. Each lane loads the scales and the bias of a few columns before the sums are there, and
@@ -89,12 +90,15 @@ struct GemmOutput {
     } else {
       float result = __fmaf_rn(__uint_as_float(total) * row_scale, col_scale, bias);
       if constexpr (kHasSource) result = __fmaf_rn(beta, static_cast<float>(source), result);
-      result = activate<kActivationOf<C>, kQuantized>(result);
-      if constexpr (kQuantized) return __float2int_rn(result * per_out_scale);
-      else if constexpr (cuda::std::is_same_v<Out, __half>) return __float2half_rn(result);
-      else if constexpr (cuda::std::is_same_v<Out, __nv_bfloat16>) return __float2bfloat16_rn(result);
-      else return result;
+      return rounded(activate<kActivationOf<C>, kQuantized>(result));
     }
+  }
+
+  __device__ Result rounded(float result) const {
+    if constexpr (kQuantized) return __float2int_rn(result * per_out_scale);
+    else if constexpr (cuda::std::is_same_v<Out, __half>) return __float2half_rn(result);
+    else if constexpr (cuda::std::is_same_v<Out, __nv_bfloat16>) return __float2bfloat16_rn(result);
+    else return result;
   }
 };
 
@@ -115,15 +119,16 @@ struct ColumnFactors {
   float scale[kParts][kOwn], bias[kParts][kOwn];
   bool scaled, biased;  // the same for all lanes
 
-  __device__ ColumnFactors(const GemmOutput<C>& to, int column, int lane)
+  // `skipped`: scales and bias before the first column's.
+  __device__ ColumnFactors(const GemmOutput<C>& to, int column, int lane, int skipped = 0)
       : scaled(!C::kFloatAccum || to.col_scales), biased(!C::kFloatAccum || to.bias) {
     CUTE_UNROLL
     for (int part = 0; part < kParts; ++part) {
       CUTE_UNROLL
       for (int i = 0; i < kOwn; ++i) {
         const int at = column + 32 * kOwn * part + kOwn * lane + i;
-        scale[part][i] = to.col_scales && at < to.n ? __ldg(to.col_scales + at) : 1.0f;
-        bias[part][i] = to.bias && at < to.n ? __ldg(to.bias + at) : 0.0f;
+        scale[part][i] = to.col_scales && at < to.n ? __ldg(to.col_scales + skipped + at) : 1.0f;
+        bias[part][i] = to.bias && at < to.n ? __ldg(to.bias + skipped + at) : 0.0f;
       }
     }
   }
@@ -137,6 +142,11 @@ struct ColumnFactors {
       biases[i] = biased ? __shfl_sync(~0u, bias[part / kOwn][each], from) : 0.0f;
     }
   }
+};
+
+struct NoFactors {
+  template <class... Arguments>
+  __device__ NoFactors(const Arguments&...) {}
 };
 
 // Scales of rows g and g + 8 of kBlocks blocks, `step` rows apart; (row, lane) as in write_fragment. They are loaded before the sums are
@@ -344,6 +354,36 @@ __device__ __forceinline__ void write_adjacent(const GemmOutput<C>& to, uint32_t
         }
       }
       store_eight<C>(present, to.out + int64_t{at} * to.pitch + own, result);
+    }
+  }
+}
+
+// The same for a gated linear unit: accumulators of the gates, then of as many columns that they gate. (row, column) is of the output.
+template <class C, int kBlocks, int kRegisters>
+__device__ __forceinline__ void write_glu(const GemmOutput<C>& to, uint32_t (&accum)[kBlocks][C::kLevels][kRegisters], int row, int step,
+                                          int column, int lane, const RowFactors<C, kBlocks>& rows,
+                                          const ColumnFactors<C, kRegisters>& gates, const ColumnFactors<C, kRegisters>& ups) {
+  CUTE_UNROLL
+  for (int block = 0; block < kBlocks; ++block) to.template fold<false>(accum[block]);
+  CUTE_UNROLL
+  for (int first = 0; first < kRegisters / 8; first += 4) {
+    const int inside = lane % 4 * C::kAdjacent, own = column + 8 * first + inside;
+    float gate_scale[8], gate_bias[8], up_scale[8], up_bias[8];
+    gates.take(first / 4, inside, kRunColumns<C::kAdjacent>, gate_scale, gate_bias);
+    ups.take(first / 4, inside, kRunColumns<C::kAdjacent>, up_scale, up_bias);
+    CUTE_UNROLL
+    for (int pair = 0; pair < 2 * kBlocks; ++pair) {
+      const int block = pair / 2, half = pair % 2, at = row + step * block + lane / 4 + 8 * half;
+      const float row_scale = rows.scale(to, block, half);
+      typename GemmOutput<C>::Result result[8];
+      CUTE_UNROLL
+      for (int i = 0; i < 8; ++i) {
+        const int r = 4 * (first + i / 2) + 2 * half + i % 2;
+        const float gate = __fmaf_rn(__uint_as_float(accum[block][0][r]) * row_scale, gate_scale[i], gate_bias[i]);
+        const float up = __fmaf_rn(__uint_as_float(accum[block][0][r + kRegisters / 2]) * row_scale, up_scale[i], up_bias[i]);
+        result[i] = to.rounded(activate<kActivationOf<C>, GemmOutput<C>::kQuantized>(gate) * up);
+      }
+      store_eight<C>(at < to.m && own < to.n, to.out + int64_t{at} * to.pitch + own, result);
     }
   }
 }

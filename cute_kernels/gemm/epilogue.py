@@ -41,6 +41,7 @@ class DenseProblem(Protocol):
 
 
 Problem = TypeVar("Problem", bound=DenseProblem)
+RUN = 32  # columns that a quad of lanes writes to a row
 _FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": torch.relu,
     "gelu": nn.functional.gelu,
@@ -58,6 +59,18 @@ def activate(x: Tensor, activation: str | None) -> Tensor:
     tensor([0., 2.])
     """
     return x if activation is None else _FUNCTIONS[activation](x)
+
+
+def gated(y: Tensor, activation: str | None) -> Tensor:
+    """Return ``f(y1) * y2`` for y = [y1 y2], (M, N): a gated linear unit, (M, N / 2).
+
+    Examples
+    --------
+    >>> gated(torch.tensor([[-1.0, 2.0, 3.0, 4.0]]), "relu")
+    tensor([[0., 8.]])
+    """
+    gates, others = y.tensor_split(2, dim=-1)
+    return activate(gates, activation) * others
 
 
 def integers_of(x: Tensor, out_scale: Tensor) -> Tensor:
@@ -183,7 +196,7 @@ def _is_aligned(out: Tensor) -> bool:
 
 def takes_runs(out: Tensor) -> bool:
     """Return whether a lane may write 16 bytes at a time to `out`, (M, N), without a look at what is beyond N."""
-    return out.shape[1] % 32 == 0 and _is_aligned(out)
+    return out.shape[1] % RUN == 0 and _is_aligned(out)
 
 
 class EpilogueArguments(NamedTuple):

@@ -104,6 +104,7 @@ def choose(
     out: str = "int32",
     source: str = "none",
     num_sms: int = 132,
+    glu: bool = False,
 ) -> GemmConfig:
     """Return the config with the least predicted time for a product of (m, k) and (k, n).
 
@@ -123,14 +124,16 @@ def choose(
         Dtype of c, or ``"none"``.
     num_sms : int, default 132
         SMs of the GPU.
+    glu : bool, default False
+        Of tiles whose halves have whole runs of columns.
 
     Returns
     -------
     GemmConfig
-        One of :func:`candidates`, with `out` and `source` set.
+        One of :func:`candidates`, with `out`, `source` and `glu` set.
     """
-    config, _ = _cheapest(m, n, k, terms, arch, out, num_sms)
-    return replace(config, out=out, source=source)
+    config, _ = _cheapest(m, n, k, terms, arch, out, num_sms, 64 if glu else 1)
+    return replace(config, out=out, source=source, glu=glu)
 
 
 def predict(m: int, n: int, k: int, terms: Products, arch: str, *, out: str = "int32", num_sms: int = 132) -> float:
@@ -150,8 +153,10 @@ def costed_candidates(terms: Products, arch: str, out: str) -> list[tuple[GemmCo
     return _wgmma(terms, out) if arch == "sm_90a" else [(config, _ANY) for config in candidates(terms, arch)]
 
 
-def _cheapest(m: int, n: int, k: int, terms: Products, arch: str, out: str, num_sms: int) -> tuple[GemmConfig, float]:
-    """Return the config with the least predicted time, and that time."""
+def _cheapest(
+    m: int, n: int, k: int, terms: Products, arch: str, out: str, num_sms: int, columns: int = 1
+) -> tuple[GemmConfig, float]:
+    """Return the config with the least predicted time whose tiles are multiples of `columns`, and that time."""
 
     def cost(config: GemmConfig, unit: Cost) -> float:
         tiles, sms = config.tiles(m, n), max(1, num_sms // config.cluster)
@@ -160,5 +165,6 @@ def _cheapest(m: int, n: int, k: int, terms: Products, arch: str, out: str, num_
             unit.launch + unit.wave * -(-tiles // (sms * ctas_per_sm(config))) + unit.products * work * -(-tiles // sms)
         )
 
-    costs = [(config, cost(config, unit)) for config, unit in costed_candidates(terms, arch, out)]
+    fitting = [each for each in costed_candidates(terms, arch, out) if each[0].tile_n % columns == 0]
+    costs = [(config, cost(config, unit)) for config, unit in fitting]
     return min(costs, key=lambda each: each[1])

@@ -46,6 +46,8 @@ class GemmProblem:
         Applied to all that is added.
     out_scale : Tensor or None, shape ()
         Scale of an int8 output.
+    glu : bool
+        The activation is that of the first half of the columns of B, and the other half is multiplied by it.
     gate : Tensor, optional
         float32: another kernel decides by it if the product runs; see :func:`cute_kernels.gemm.cuda.gated_gemm`.
     packed : tuple of Int4Matrix or None
@@ -65,6 +67,7 @@ class GemmProblem:
     out_dtype: torch.dtype
     activation: str | None = None
     out_scale: Tensor | None = None
+    glu: bool = False
     gate: Tensor | None = None
     packed: tuple[Int4Matrix | None, Int4Matrix | None] = (None, None)
 
@@ -80,6 +83,12 @@ class GemmProblem:
         return self.a[0].shape[0], self.b[0].shape[1], self.a[0].shape[1]
 
     @property
+    def out_shape(self) -> tuple[int, int]:
+        """(M, N), or (M, N / 2) of a gated linear unit."""
+        m, n, _ = self.shape
+        return m, n // 2 if self.glu else n
+
+    @property
     def device(self) -> torch.device:
         """Device of the operands."""
         return self.a[0].device
@@ -92,12 +101,12 @@ class GemmProblem:
     @property
     def is_linear(self) -> bool:
         """Whether nothing follows the sums."""
-        return self.activation is None and self.out_scale is None
+        return self.activation is None and self.out_scale is None and not self.glu
 
     def linear(self) -> GemmProblem:
         """Return the product before activation and rounding to int8."""
         dtype = torch.float64 if self.out_dtype == torch.float64 else torch.float32
-        return replace(self, activation=None, out_scale=None, out_dtype=dtype)
+        return replace(self, activation=None, out_scale=None, glu=False, out_dtype=dtype)
 
 
 def check_float_tensor(

@@ -4,6 +4,8 @@
 // all planes; kGroups consumer warp groups multiply them by WGMMA, with the accumulators of all levels in registers.
 // kPingPong: each consumer warp group has its own tile, and one runs its epilogue while the other runs its mainloop; else they
 // share a tile. Two CTAs of a cluster have tiles below each other: each loads half of the B tile and multicasts it to both.
+// kGlu: B^T has (N, K) rows of gates and as many that they gate. A tile of kTileN / 2 outputs takes as many rows of both, which a warp group
+// multiplies side by side: D = f(gates) * others.
 // kGated: all CTAs return at once unless another kernel has picked this product by its number of levels.
 // Source: CUTLASS, SM90 warp-specialized persistent kernels (cooperative and ping-pong).
 #pragma once
@@ -45,6 +47,8 @@ struct GroupGemm {
   static constexpr int kStages = C::kStages, kGroups = C::kGroups, kCluster = C::kCluster;
   static constexpr int kBlocks = kTileM / 64 / (C::kPingPong ? 1 : kGroups);  // blocks of 64 rows per warp group
   static constexpr int kRegisters = kTileN / 2;  // accumulators of a block and level, per thread
+  static constexpr int kColumns = C::kGlu ? kTileN / 2 : kTileN;  // of the output
+  static constexpr int kBoxesB = C::kGlu ? 2 : kCluster;  // TMA boxes of a tile of B, of different rows; those of a cluster load one each
   static constexpr int kBoxK = kTileK < 128 ? kTileK : 128;  // of a TMA box, and of its swizzle
   static constexpr int kPlaneA = kTileM * kTileK, kPlaneB = kTileN * kTileK;
   static constexpr int kStageBytes = C::kPlanesA * kPlaneA + C::kPlanesB * kPlaneB;
@@ -58,13 +62,15 @@ struct GroupGemm {
 
   static_assert(kBlocks * 64 * (C::kPingPong ? 1 : kGroups) == kTileM, "a group has whole blocks of 64 rows");
   static_assert(!C::kPingPong || kGroups == 2, "two groups take turns");
-  static_assert(kCluster <= 2 && kTileN / kCluster <= 256, "boxes are of 256 rows at most");
-  static_assert(kPlaneA % 1024 == 0 && kPlaneB / kCluster % 1024 == 0, "swizzled boxes start at multiples of 1024 bytes");
+  static_assert(!C::kGlu || (C::kLevels == 1 && C::kAdjacent > 0 && kColumns % 32 == 0), "one product of runs of columns");
+  static_assert(kCluster <= 2 && kTileN / kBoxesB <= 256, "boxes are of 256 rows at most");
+  static_assert(kPlaneA % 1024 == 0 && kPlaneB / kBoxesB % 1024 == 0, "swizzled boxes start at multiples of 1024 bytes");
 
   uint32_t base;
   TileScheduler<C::kBand> scheduler;  // in units of clusters
   int parts;  // K tiles
   int rows_a, rows_b;  // of a TMA box
+  int others;  // first row of B^T that is gated
 
   __device__ uint32_t full(int stage) const { return base + kStages * kStageBytes + 8 * stage; }
   __device__ uint32_t empty(int stage) const { return full(stage) + 8 * kStages; }
@@ -103,12 +109,12 @@ __device__ void producer_loop(const GroupGemm<C>& gemm, const TmaDescriptor* con
   for (int index = blockIdx.x / G::kCluster; index < gemm.scheduler.count(); index += gridDim.x / G::kCluster) {
     int row, column;
     gemm.scheduler.place(index, row, column);
-    const int m = (row * G::kCluster + rank) * G::kTileM, n = column * G::kTileN;
+    const int m = (row * G::kCluster + rank) * G::kTileM, n = column * G::kColumns;
     for (int part = 0; part < gemm.parts; ++part, at.advance()) {
       const uint32_t full = gemm.full(at.stage);
       const int k = part * G::kTileK;
       barrier_wait(gemm.empty(at.stage), at.parity ^ 1);
-      mbarrier_arrive_expect_tx(full, (C::kPlanesA * gemm.rows_a + C::kPlanesB * gemm.rows_b * G::kCluster) * G::kTileK);
+      mbarrier_arrive_expect_tx(full, (C::kPlanesA * gemm.rows_a + C::kPlanesB * gemm.rows_b * G::kBoxesB) * G::kTileK);
       CUTE_UNROLL
       for (int own = 0; own < G::kTileK; own += G::kBoxK) {
         CUTE_UNROLL
@@ -116,14 +122,17 @@ __device__ void producer_loop(const GroupGemm<C>& gemm, const TmaDescriptor* con
         CUTE_UNROLL
         for (int j = 0; j < C::kPlanesB; ++j) {
           const uint32_t to = gemm.plane_b(at.stage, j) + own * G::kTileN;
-          constexpr int kRows = G::kTileN / G::kCluster;
-          if constexpr (G::kCluster == 1) {
+          constexpr int kRows = G::kTileN / G::kBoxesB;
+          if constexpr (C::kGlu && G::kCluster == 1) {
+            tma_load_5d(to, b[j], k + own, n / (4 * C::kAdjacent), full);
+            tma_load_5d(to + kRows * G::kBoxK, b[j], k + own, (n + gemm.others) / (4 * C::kAdjacent), full);
+          } else if constexpr (G::kCluster == 1) {
             if constexpr (C::kAdjacent > 0) tma_load_5d(to, b[j], k + own, n / (4 * C::kAdjacent), full);
             else tma_load_2d(to, b[j], k + own, n, full);
           } else {
             constexpr uint16_t kAll = (1 << G::kCluster) - 1;
             const uint32_t part = to + rank * kRows * G::kBoxK;
-            const int first = n + rank * kRows;
+            const int first = n + rank * (C::kGlu ? gemm.others : kRows);
             if constexpr (C::kAdjacent > 0) cluster::tma_load_5d_multicast(kAll, part, b[j], k + own, first / (4 * C::kAdjacent), full);
             else cluster::tma_load_2d_multicast(kAll, part, b[j], k + own, first, full);
           }
@@ -227,9 +236,10 @@ __device__ void consumer_loop(const GroupGemm<C>& gemm, const GemmOutput<C>& to,
   for (; index < count; index += C::kPingPong ? 2 * step : step) {
     int row, column;
     gemm.scheduler.place(index, row, column);
-    const int m = (row * G::kCluster + rank) * G::kTileM + block * 64 + warp * 16, n = column * G::kTileN;
+    const int m = (row * G::kCluster + rank) * G::kTileM + block * 64 + warp * 16, n = column * G::kColumns;
     const RowFactors<C, G::kBlocks> rows(to, m, 64, lane);
-    const ColumnFactors<C, G::kTileN> columns(to, n, lane);
+    const ColumnFactors<C, G::kColumns> columns(to, n, lane);
+    const cuda::std::conditional_t<C::kGlu, ColumnFactors<C, G::kColumns>, NoFactors> others(to, n, lane, to.n);
     typename G::Accumulators accum = {};  // zeroed here: with ScaleOut::Zero, the old registers would stay live
     if (C::kPingPong) warp_group::named_barrier_sync(1 + group, 256);
     mma_tile(gemm, accum, at, block);
@@ -239,7 +249,9 @@ __device__ void consumer_loop(const GroupGemm<C>& gemm, const GemmOutput<C>& to,
     consumer_release(gemm, at.stage == 0 ? G::kStages - 1 : at.stage - 1);
     if (C::kPingPong) at.skip(gemm.parts);
     const auto write = [&](const auto& visitor) {
-      if constexpr (C::kAdjacent > 0) {
+      if constexpr (C::kGlu) {
+        write_glu(to, accum, m, 64, n, lane, rows, columns, others);
+      } else if constexpr (C::kAdjacent > 0) {
         write_adjacent(to, accum, m, 64, n, lane, rows, columns, visitor);
       } else {
         CUTE_UNROLL
@@ -283,9 +295,9 @@ gemm_wgmma(const __grid_constant__ TmaDescriptor a0, const __grid_constant__ Tma
   extern __shared__ __align__(1024) uint8_t shared[];
   const int rank = G::kCluster == 1 ? 0 : int(cluster::rank());
   constexpr int kHeight = G::kTileM * G::kCluster;
-  const G gemm{shared_address(shared), {int((m + kHeight - 1) / kHeight), int((n + G::kTileN - 1) / G::kTileN)},
+  const G gemm{shared_address(shared), {int((m + kHeight - 1) / kHeight), int((n + G::kColumns - 1) / G::kColumns)},
                int((k + G::kTileK - 1) / G::kTileK), box_rows<C>(G::kTileM, m),
-               G::kCluster == 1 ? box_rows<C>(G::kTileN, n) : G::kTileN / G::kCluster};
+               G::kCluster == 1 ? box_rows<C>(G::kColumns, n) : G::kTileN / G::kCluster, int(n)};
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < G::kStages; ++stage) {
       barrier_init(gemm.full(stage), 1);

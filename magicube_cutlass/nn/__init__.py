@@ -6,7 +6,7 @@ from magicube_cutlass.nn.calibration import calibrate
 from magicube_cutlass.nn.config import QuantConfig, SparseQuantConfig
 from magicube_cutlass.nn.convert import convert
 from magicube_cutlass.nn.dense.embedding import QuantEmbedding
-from magicube_cutlass.nn.dense.fuse import fuse_activations, fuse_quantization
+from magicube_cutlass.nn.dense.fuse import fuse_activations, fuse_glu, fuse_quantization
 from magicube_cutlass.nn.dense.linear import QuantLinear, quantize_weight
 from magicube_cutlass.nn.dense.projections import fuse_projections
 from magicube_cutlass.nn.dense.smooth import smooth
@@ -33,6 +33,7 @@ __all__ = [
     "calibrate",
     "convert",
     "fuse_activations",
+    "fuse_glu",
     "fuse_projections",
     "fuse_quantization",
     "quantize_weight",

@@ -15,6 +15,7 @@ from magicube_cutlass.nn.dense.activation import MODULES
 from magicube_cutlass.nn.dense.conv import PatchLinear, dense_conv, flat_linear
 from magicube_cutlass.nn.dense.embedding import QuantEmbedding
 from magicube_cutlass.nn.dense.linear import QuantLinear
+from magicube_cutlass.nn.dense.projections import GatedMLP
 from magicube_cutlass.nn.linear import SparseQuantLinear
 
 LayerConfig = SparseQuantConfig | QuantConfig
@@ -193,6 +194,8 @@ def to_dense(model: nn.Module) -> tuple[str, ...]:
     """
     made: dict[nn.Module, nn.Module] = {}
     names = []
+    for gated in [each for each in model.modules() if isinstance(each, GatedMLP)]:
+        replace_module(model, gated, gated.__dict__["_plain"])
     found = [(name, each) for name, each in model.named_modules(remove_duplicate=False) if isinstance(each, _QUANTIZED)]
     inner = {f"{name}.linear" for name, each in found if isinstance(each, PatchLinear)}
     restored = _restore_activations(model, [each for _, each in found])

@@ -327,6 +327,24 @@ def test_dense_product_that_ends_in_integers(arch: str, n: int) -> None:
     assert int((found.cpu().int() - want.int()).abs().max()) <= 1
 
 
+@needs_warp_groups
+@pytest.mark.parametrize("n", [128, 448])
+@pytest.mark.parametrize("config", [each for each in gemm_candidates(Products(1, 1, 1), "sm_90a") if each.tile_n % 64 == 0],
+                         ids=lambda config: config.name)  # fmt: skip
+def test_gated_linear_unit(config: GemmConfig, n: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randint(-99, 99, shape, generator=generator).to(torch.int8) for shape in ((270, 304), (304, n)))
+    rows, scale = torch.rand(270) / 1e4, torch.tensor(0.01)
+    for out_scale, dtype in ((scale, torch.int8), (None, torch.bfloat16)):
+        given = None if out_scale is None else out_scale.cuda()
+        found = gemm(
+            a.cuda(), b.cuda(), scale_a=rows.cuda(), activation="silu", glu=True, out_scale=given, out_dtype=dtype,
+            config=config,
+        )  # fmt: skip
+        want = gemm(a, b, scale_a=rows, activation="silu", glu=True, out_scale=out_scale, out_dtype=dtype)
+        assert torch.allclose(found.cpu().float(), want.float(), rtol=2.0**-7, atol=1.0 if given is not None else 1e-5)
+
+
 @pytest.mark.parametrize("shape", [(3, 200), (70, 130)])
 def test_sums_in_double(shape: tuple[int, int]) -> None:
     x, v, norms = (

@@ -124,6 +124,8 @@ def _gemm(arch: str) -> Iterator[Entry]:
     yield "gemm/strided plane", PackConfig("pack_strided")
     yield "gemm/CUTLASS", CUTLASS
     if arch == "sm_90a":
+        config = choose_gemm(1024, 3072, 576, select_products(1, 1, None), arch, out="bfloat16", glu=True)
+        yield "gemm/m=1024 out=bfloat16 glu", replace(config.side_by_side, activation="silu")
         for planes in (1, 2):
             portable = gemm_candidates(select_products(planes, planes, None), "sm_80")[0]
             yield f"gemm/planes={planes}x{planes} warps", replace(portable, out="float16")

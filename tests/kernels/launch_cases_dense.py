@@ -121,7 +121,9 @@ def integers_by_config(recorder: Recorder, arch: str) -> None:
         for config in gemm_heuristics.candidates(gemm_config.select_products(count, count, terms), arch):
 
             def run() -> Tensor:
-                call = gemm._check(a, b, terms, 8, None, None, 1.0, 0.0, None, None, None, None, out, torch.float32)
+                call = gemm._check(
+                    a, b, terms, 8, None, None, 1.0, 0.0, None, None, None, None, False, out, torch.float32
+                )
                 return gemm_cuda.gemm_cuda(call, out, config)
 
             recorder.call(f"gemm with {config.name}", run, a0=a[0], b0=b[0], out=out)

@@ -71,7 +71,7 @@ def _quantized(x: Tensor, act_scale: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 class GemmRecord(LayerRecord):
-    """By the int8 GEMM; `weight` has 8 bits and scales per row. `out_scale` is that of an int8 output."""
+    """By the int8 GEMM; `weight` has 8 bits and scales per row. `out_scale` and `glu` as for ``gemm``."""
 
     def __init__(
         self,
@@ -81,9 +81,10 @@ class GemmRecord(LayerRecord):
         dtype: torch.dtype,
         activation: str | None,
         out_scale: Tensor | None,
+        glu: bool,
     ) -> None:
-        super().__init__(weight.shape[0], bias, x, dtype)
-        self._activation, self._out_scale = activation, out_scale
+        super().__init__(weight.shape[0] // 2 if glu else weight.shape[0], bias, x, dtype)
+        self._activation, self._out_scale, self._glu = activation, out_scale, glu
         self._right, self._scale = weight.data.t(), weight.scale.reshape(-1)  # (K, M), (M,)
 
     @staticmethod
@@ -100,7 +101,7 @@ class GemmRecord(LayerRecord):
         data, scale = _quantized(x, act_scale) if x.is_floating_point() else (x, act_scale)
         gemm(
             data, self._right, scale_a=scale, scale_b=self._scale, bias=self._float_bias, activation=self._activation,
-            out_scale=self._out_scale, out=out, out_dtype=out.dtype,
+            out_scale=self._out_scale, glu=self._glu, out=out, out_dtype=out.dtype,
         )  # fmt: skip
         return ()
 

@@ -252,7 +252,7 @@ class QuantLinear(QuantState):
         rows, out_scale, activation = x.reshape(-1, self.in_features), self._out_scale(), self.config.activation
         dtype, tensors = dtype if out_scale is None else torch.int8, (self.qweight, self.scale, self.bias, out_scale)
         if torch.compiler.is_compiling():
-            y = linear_op.quant_linear_rows(rows, scale, *tensors, activation or "", dtype)
+            y = linear_op.quant_linear_rows(rows, scale, *tensors, activation or "", False, dtype)
         else:
             y = self.product().by_gemm(rows, scale, self.bias, dtype, activation, out_scale)
         return y.view(*x.shape[:-1], self.out_features)

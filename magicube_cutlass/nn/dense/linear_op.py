@@ -133,18 +133,19 @@ def _multiply_rows(
     bias: Tensor | None,
     out_scale: Tensor | None,
     activation: str,
+    glu: bool,
     dtype: torch.dtype,
 ) -> Tensor:
     """Output (tokens, out) of int8 rows (tokens, in) with scales (tokens,) or (), by an int8 weight on a GPU.
 
-    `activation` is ``""`` for none; `out_scale` () is that of an int8 output.
+    `activation` is ``""`` for none; `out_scale` () is that of an int8 output; with `glu`, of out / 2 columns.
     """
     product = _product_of(data, scale, None, None, "int8", 0, x.shape[1], "int8")
-    return product.by_gemm(x, x_scale, bias, dtype, activation or None, out_scale)
+    return product.by_gemm(x, x_scale, bias, dtype, activation or None, out_scale, glu)
 
 
-def _fake_rows(x: Tensor, data: Tensor, dtype: torch.dtype) -> Tensor:
-    return x.new_empty((x.shape[0], data.shape[0]), dtype=dtype)
+def _fake_rows(x: Tensor, data: Tensor, glu: bool, dtype: torch.dtype) -> Tensor:
+    return x.new_empty((x.shape[0], data.shape[0] // 2 if glu else data.shape[0]), dtype=dtype)
 
 
 quant_linear_rows = register_op("magicube::quant_linear_rows", _multiply_rows, _fake_rows)

@@ -160,6 +160,7 @@ class DenseProduct:
         dtype: torch.dtype,
         activation: str | None = None,
         out_scale: Tensor | None = None,
+        glu: bool = False,
     ) -> Tensor | None:
         """The product by kernels alone, for rows that they take as they are."""
         from magicube_cutlass.nn.dense.gpu_record import FewRowsInt8Record, FewRowsRecord, FloatRecord, GemmRecord
@@ -167,7 +168,7 @@ class DenseProduct:
         key = key_of(rows, act_scale)
         if key is None:
             return None
-        key = (*key, dtype, activation, None if out_scale is None else out_scale.data_ptr())
+        key = (*key, dtype, activation, None if out_scale is None else out_scale.data_ptr(), glu)
         record = self._records.get(key)
         y = None if record is None else record(rows, act_scale, bias)
         if y is not None:
@@ -184,7 +185,7 @@ class DenseProduct:
             if FloatRecord.takes(self.weight, self.act, rows, act_scale):
                 record = FloatRecord(self.weight, self.act, bias, rows)
         elif GemmRecord.takes(self.weight, rows, act_scale):
-            record = GemmRecord(self.weight, bias, rows, dtype, activation, out_scale)
+            record = GemmRecord(self.weight, bias, rows, dtype, activation, out_scale, glu)
         if record is None or record.bias is not bias:
             return None
         _make_room(self._records)
@@ -199,15 +200,16 @@ class DenseProduct:
         dtype: torch.dtype,
         activation: str | None,
         out_scale: Tensor | None,
+        glu: bool = False,
     ) -> Tensor:
-        """Return the product (N, M) with scales per row, on Tensor Cores.
+        """Return the product (N, M) with scales per row, on Tensor Cores; (N, M / 2) with `glu`, see ``gemm``.
 
         Of float rows (N, K), or of int8 ones that are quantized already, with scales (N,) or ().
         """
         from cute_kernels.gemm.api import gemm
 
         assert isinstance(self.weight, GroupTensor)
-        y = self._by_record(rows, act_scale, bias, dtype, activation, out_scale)
+        y = self._by_record(rows, act_scale, bias, dtype, activation, out_scale, glu)
         if y is not None:
             return y
         if rows.is_floating_point():
@@ -216,7 +218,7 @@ class DenseProduct:
         scale_a = act_scale if act_scale is None or act_scale.ndim == 0 else act_scale.reshape(-1)
         return gemm(
             rows, self.weight.data.t(), scale_a=scale_a, scale_b=self.weight.scale.reshape(-1), bias=bias,
-            activation=activation, out_scale=out_scale, out_dtype=dtype,
+            activation=activation, out_scale=out_scale, glu=glu, out_dtype=dtype,
         )  # fmt: skip
 
     def packed_for(self, dtype: torch.dtype) -> PackedWeight:

@@ -1,4 +1,4 @@
-"""Projections that read the same rows, as those to queries, keys and values do, as one product."""
+"""Projections that read the same rows, as those to queries, keys and values do, as one product; gated MLPs by it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from cute_kernels.explanation import Explanation
-from cute_kernels.gemm.epilogue import activate
+from cute_kernels.gemm.cuda import on_glu_arch
+from cute_kernels.gemm.epilogue import RUN, activate
 from magicube_cutlass.nn.calibration import forward_batch, restore_modes
+from magicube_cutlass.nn.dense import linear_op
 from magicube_cutlass.nn.dense.linear import QuantLinear
-from magicube_cutlass.nn.dense.product import QuantWeight
+from magicube_cutlass.nn.dense.product import QuantWeight, inverse_of, smoothed
 from magicube_cutlass.quantization.float_tensor import TILE
 from magicube_cutlass.quantization.group_tensor import GroupTensor
 
@@ -36,7 +38,7 @@ class JointProjection:
     def __init__(self, layers: Sequence[QuantLinear]) -> None:
         self.layers = tuple(layers)
         self.held: tuple[Tensor, tuple[int | None, bool], Tensor] | None = None  # rows, their state, output
-        self.is_current = False
+        self.is_current = self.is_glu = False
         self.renew()
 
     def renew(self) -> None:
@@ -64,6 +66,7 @@ class JointProjection:
             if self.layer.bias is not None:
                 each.bias = nn.Parameter(self.layer.bias.detach()[begin:end], requires_grad=False)
             each._joint, each._place = self, i
+        self._gates_results = _gates_results(self.layer)
         self.is_current = True
 
     def refresh(self) -> None:
@@ -95,13 +98,75 @@ class JointProjection:
         begin, end = self.rows[place]
         return activate(y[..., begin:end], layer.config.activation)
 
+    def takes_glu(self, x: Tensor) -> bool:
+        """Whether :meth:`glu` takes rows: of an int8 layer, without gradients, by a kernel that gates its results."""
+        learns = torch.is_grad_enabled() and (x.requires_grad or any(_learns(each) for each in self.layers))
+        scales = (each._buffers["act_scale"] is scale for each, scale in zip(self.layers, self.act_scales, strict=True))
+        plain = x.is_floating_point() and x.dtype != torch.float64 and not learns
+        return self.is_current and self._gates_results and plain and all(scales)
+
+    def glu(self, x: Tensor, out_scale: Tensor | None) -> Tensor:
+        """Return ``f(y1) * y2`` (..., out) of two layers, or its integers by a scale (); f is of the first one."""
+        layer, activation = self.layer, self.layers[0].config.activation
+        rows = x.reshape(-1, layer.in_features)
+        rows = rows if layer.smooth is None else smoothed(rows, inverse_of(layer.smooth))
+        dtype = x.dtype if out_scale is None else torch.int8
+        if torch.compiler.is_compiling():
+            integers, scales = linear_op.quantized_rows(rows, layer.act_scale)
+            y = linear_op.quant_linear_rows(
+                integers, scales, layer.qweight, layer.scale, layer.bias, out_scale, activation or "", True, dtype
+            )
+        else:
+            y = layer.product().by_gemm(rows, layer.act_scale, layer.bias, dtype, activation, out_scale, glu=True)
+        return y.view(*x.shape[:-1], layer.out_features // 2)
+
     def explain(self, rows: int | None) -> Explanation:
         """Report the joint product."""
-        found = self.layer.explain(rows)
-        return replace(found, text=f"one product for {len(self.layers)} layers that read the same rows: {found.text}")
+        found, count = self.layer.explain(rows), len(self.layers)
+        is_gated = self.is_glu and self._gates_results
+        gates = "; its epilogue multiplies the results of the second by the activation of the first" if is_gated else ""
+        return replace(found, text=f"one product for {count} layers that read the same rows: {found.text}{gates}")
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "held": None}
+
+
+class GatedMLP(nn.Module):
+    """``down(f(gate(x)) * up(x))`` in the place of the module that computes it, with its children: see ``fuse_glu``."""
+
+    _plain: nn.Module
+
+    def __init__(self, plain: nn.Module, gate: str, down: str) -> None:
+        super().__init__()
+        self.__dict__["_plain"] = plain  # no child: its children are this module's
+        self._modules, self.training = plain._modules, plain.training
+        self._gate, self._down = gate, down
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, down = getattr(self, self._gate), getattr(self, self._down)
+        joint = gate._joint if isinstance(gate, QuantLinear) else None
+        if not isinstance(joint, JointProjection) or not isinstance(down, QuantLinear) or not joint.takes_glu(x):
+            found: Tensor = self._plain(x)
+            return found
+        found = down(joint.glu(x, down.act_scale if down.takes_integers else None))
+        return found
+
+    def train(self, mode: bool = True) -> GatedMLP:
+        """Set the mode, of the module that this one replaces too."""
+        super().train(mode)
+        self._plain.training = mode
+        return self
+
+
+def _learns(layer: QuantLinear) -> bool:
+    return layer.bias is not None and layer.bias.requires_grad
+
+
+def _gates_results(layer: QuantLinear) -> bool:
+    """Whether a kernel multiplies by the weight of two layers and gates the results."""
+    assert layer.qweight is not None
+    fits = layer.config.kind == ("int8", "int8", None) and layer.out_features % (2 * RUN) == 0
+    return fits and layer.qweight.is_cuda and on_glu_arch(layer.qweight)
 
 
 def can_join(layers: Sequence[QuantLinear]) -> bool:

@@ -72,7 +72,7 @@ def run(a: Any, b: Any, config: GemmConfig, out: Tensor, **options: Any) -> Tens
         "c": None,
         "bias": None,
     }
-    given |= {"activation": None, "out_scale": None} | options
+    given |= {"activation": None, "out_scale": None, "glu": False} | options
     return gemm_cuda(_check(a, b, config.products.number, **given, out=out, out_dtype=out.dtype), out, config)
 
 
@@ -245,6 +245,47 @@ def test_an_activation_follows_the_sums(activation: str, out: torch.dtype) -> No
     got = gemm(a, b, **options, activation=activation, out_dtype=out)
     bound = 4e-7 * want.abs().clamp_min(1.0) + torch.finfo(out).eps * want.abs()
     assert bool(((got.double() - want).abs() <= bound).all())
+
+
+@pytest.mark.skipif(ARCH != "sm_90a", reason="needs an sm_90 GPU")
+@pytest.mark.parametrize("out", ["float32", "bfloat16", "float16", "int8"])
+@pytest.mark.parametrize("config", [each for each in candidates(SINGLE, "sm_90a") if each.tile_n % 64 == 0], ids=named)
+def test_each_kernel_gates_its_results(config: GemmConfig, out: str) -> None:
+    dtype, scale = getattr(torch, out), torch.tensor(0.02, device="cuda") if out == "int8" else None
+    for m, k, n in ((1, 16, 64), (300, 520, 128), (257, 77, 1088), (64, 64, 4096), (2050, 2200, 832)):
+        a, b = [ints(m, k, 1)], [ints(k, n, 2).t().contiguous().t()]
+        rows, columns = torch.rand(m, device="cuda") / k**0.5 / 1e4, torch.rand(n, device="cuda")
+        bias = torch.randn(n, device="cuda")
+        exact = total(a, b, SINGLE) * rows.double()[:, None] * columns.double() + bias.double()
+        gates, others = exact.tensor_split(2, dim=1)
+        want, size = torch.nn.functional.silu(gates) * others, (gates * others).abs()
+        around = torch.full((m + 2, n // 2 + 16), 99, dtype=dtype, device="cuda")
+        got = around[1 : m + 1, 16:]
+        options = {"scale_a": rows, "scale_b": columns, "bias": bias, "out_scale": scale}
+        run(a, b, config, got, **options, activation="silu", glu=True)
+        sums = 1e-6 * (size + gates.abs() + others.abs() + 1)  # of float32, each factor beside its bias
+        if scale is None:
+            near, bound = got.double() - want, sums + torch.finfo(dtype).eps * want.abs() + torch.finfo(dtype).tiny
+        else:
+            near = got.double() - (want / scale.double()).clamp(-128, 127)
+            bound = 0.5 + (sums + 2.0**-12 * size + 4e-5 * others.abs()) / float(scale)
+        assert bool((near.abs() <= bound).all())
+        around[1 : m + 1, 16:] = 99
+        assert bool((around == 99).all())
+
+
+def test_parts_are_gated_by_torch_where_no_kernel_does() -> None:
+    a, b, c = ints(70, 64, 1), ints(64, 96, 2), torch.zeros(70, 48, dtype=torch.bfloat16, device="cuda")
+    for right in (b, b[:, :40]):  # 48 and 20 columns of the output
+        y = gemm(a, right, alpha=1e-4, out_dtype=torch.float32)
+        gates, others = y.tensor_split(2, dim=1)
+        out = c[:, : gates.shape[1]]
+        found = gemm(a, right, alpha=1e-4, activation="relu", glu=True, out=out, out_dtype=torch.bfloat16)
+        assert found is out and torch.equal(out, (gates.relu() * others).bfloat16())
+    with pytest.raises(
+        ValueError, match="config must be of WGMMA and tiles of N a multiple of 64 for glu, got gemm-mma"
+    ):
+        gemm(a, b, glu=True, out_dtype=torch.float16, config=candidates(SINGLE, "sm_80")[0])
 
 
 def test_only_the_last_part_of_a_long_sum_is_finished() -> None:

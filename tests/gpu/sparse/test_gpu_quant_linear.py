@@ -16,6 +16,7 @@ from cute_kernels.gemm.epilogue import activate
 from magicube_cutlass.nn import QuantLinear
 from magicube_cutlass.nn.dense import product
 from tests.gpu.problems import needs_warp_groups
+from tests.nn.test_fuse_glu import made
 
 pytestmark = pytest.mark.gpu
 
@@ -246,6 +247,31 @@ def test_a_layer_writes_the_integers_of_the_next(dtype: torch.dtype, compiled: C
         again = model(x)
         assert not torch.equal(z, again)
         assert float((z.double() - again.double()).norm() / z.double().norm()) < 4e-2
+
+
+@needs_warp_groups
+@pytest.mark.parametrize("calibrated", [False, True])
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+def test_the_joint_product_of_a_gated_mlp_gates_its_results(
+    dtype: torch.dtype, calibrated: bool, compiled: Callable[..., Any]
+) -> None:
+    model, x = made(calibrated=calibrated)
+    model, x = model.to("cuda", dtype), torch.randn(70, 64, device="cuda", dtype=dtype)
+    with torch.inference_mode():
+        want = model(x)
+        assert len(mc.nn.fuse_glu(model, x)) == 2
+        for _ in range(3):  # recorded, then replayed
+            y = model(x)
+            assert y.dtype == dtype and float((y.double() - want.double()).norm() / want.double().norm()) < 1e-2
+        assert "multiplies the results of the second" in str(model.mlps[0].gate.explain())
+        again = compiled(model)(x)
+        assert float((again.double() - y.double()).norm() / y.double().norm()) < 1e-2
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            z = model(x)
+        x.copy_(torch.randn_like(x))
+        graph.replay()
+        assert torch.equal(z, model(x))
 
 
 @pytest.fixture

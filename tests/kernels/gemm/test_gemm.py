@@ -14,6 +14,7 @@ from cute_kernels.cpu import engine
 from cute_kernels.gemm import cpu as gemm_cpu
 from cute_kernels.gemm.api import explain_gemm, gemm
 from cute_kernels.gemm.config import MAX_PRODUCTS, Products, select_products
+from cute_kernels.gemm.epilogue import gated, integers_of
 
 SHAPES = [
     (1, 1, 1),
@@ -214,3 +215,31 @@ F = {"out_dtype": torch.float32}
 def test_bad_arguments_are_named(a: Any, b: Any, options: dict[str, Any], error: type[Exception], match: str) -> None:
     with pytest.raises(error, match=re.escape(match)):
         gemm(a, b, **options)
+
+
+@pytest.mark.parametrize("activation", [None, "silu", "gelu"])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bfloat16, torch.float32, torch.float64])
+def test_a_gated_linear_unit_multiplies_the_columns_by_their_gates(activation: Any, dtype: torch.dtype) -> None:
+    a, b, bias = ints(9, 40, 1), ints(40, 34, 2), torch.linspace(-1, 1, 34)
+    options: dict[str, Any] = {"scale_a": 3e-4, "bias": bias}
+    plain = gemm(a, b, **options, out_dtype=torch.float64 if dtype == torch.float64 else torch.float32)
+    scale = torch.tensor(0.03) if dtype == torch.int8 else None
+    got = gemm(a, b, **options, activation=activation, glu=True, out_scale=scale, out_dtype=dtype)
+    want = gated(plain, activation)
+    assert got.shape == (9, 17) and torch.equal(got, want.to(dtype) if scale is None else integers_of(want, scale))
+    out = torch.empty(9, 17, dtype=dtype)
+    gemm(a, b, **options, activation=activation, glu=True, out_scale=scale, out=out, out_dtype=dtype)
+    assert torch.equal(out, got)
+
+
+def test_what_no_gated_linear_unit_takes_is_named() -> None:
+    a, c = torch.ones(4, 4, dtype=torch.int8), torch.ones(4, 4)
+    message = "glu needs a float or int8 out_dtype, no c, and an even N, got "
+    with pytest.raises(ValueError, match=f"{message}torch.int32, no c, N = 4"):
+        gemm(a, a, glu=True)
+    with pytest.raises(ValueError, match=f"{message}torch.float32, c, N = 4"):
+        gemm(a, a, glu=True, c=c, beta=1.0, out_dtype=torch.float32)
+    with pytest.raises(ValueError, match=f"{message}torch.float32, no c, N = 3"):
+        gemm(a, a[:, :3], glu=True, out_dtype=torch.float32)
+    with pytest.raises(ValueError, match=r"out must have the shape \(4, 2\), got \(4, 4\)"):
+        gemm(a, a, glu=True, out=c, out_dtype=torch.float32)

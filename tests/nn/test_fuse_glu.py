@@ -1,0 +1,140 @@
+"""Gated MLPs whose joint product gates its results."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import magicube_cutlass as mc
+from magicube_cutlass.nn import QuantConfig, QuantLinear, fuse_activations, fuse_glu, fuse_projections
+from magicube_cutlass.nn.dense import product, projections
+
+
+class Gated(nn.Module):
+    """A gated MLP of 64 and 96 features; `scale` changes what it computes."""
+
+    def __init__(self, bias: bool = False, scale: float = 1.0) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(64, 96, bias), nn.Linear(64, 96, bias), nn.Linear(96, 64, bias)
+        self.other, self.act, self.scale = nn.Linear(96, 64, bias), nn.SiLU(), scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.act(self.gate(x)) * self.up(x)) * self.scale
+
+
+class Blocks(nn.Module):
+    def __init__(self, *mlps: nn.Module) -> None:
+        super().__init__()
+        self.mlps = nn.ModuleList(mlps)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for each in self.mlps:
+            x = x + each(x)
+        return x
+
+
+def made(*mlps: nn.Module, calibrated: bool = False, **options: Any) -> tuple[Any, Tensor]:
+    torch.manual_seed(0)
+    model = Blocks(*(mlps or (Gated(True), Gated()))).eval()
+    x = torch.randn(2, 5, 64, generator=torch.Generator().manual_seed(1))
+    config = QuantConfig(**{"weight": "int8"} | options)
+    mc.convert(model, config, freeze=True, calibrate=[x] if calibrated else None, progress=False)
+    if calibrated:
+        for each in model.mlps:
+            each.gate.act_scale = each.up.act_scale = None
+    fuse_projections(model, x)
+    fuse_activations(model, x)
+    return model, x
+
+
+def by_gemm(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the layers multiply as on a GPU whose kernels gate their results."""
+    monkeypatch.setattr(product, "key_of", lambda *_: None)
+    monkeypatch.setattr(projections, "_gates_results", lambda _: True)
+    for each in model.modules():
+        if isinstance(each, QuantLinear):
+            joint: Any = each._joint
+            for layer in (each, *(() if joint is None else (joint.layer,))):
+                layer.product().backend = "gemm"
+            if joint is not None:
+                joint._gates_results = True
+
+
+@torch.no_grad()
+def test_only_what_a_gated_mlp_computes_is_fused() -> None:
+    model, x = made(Gated(), Gated(scale=2.0), nn.Sequential(nn.Linear(64, 64), nn.SiLU(), nn.Linear(64, 64)))
+    want, state = model(x), model.state_dict()
+    assert fuse_glu(model, x) == {"mlps.0": "mlps.0.down"}
+    assert torch.equal(model(x), want) and model.state_dict().keys() == state.keys()  # the engine's products
+    assert "multiplies the results" not in str(model.mlps[0].gate.explain())
+    plain, x = made()
+    for each in plain.mlps:
+        each.act = nn.Tanh()
+    assert fuse_glu(plain, x) == {}
+    floats, x = made(weight="e4m3")
+    want = floats(x)
+    assert fuse_glu(floats, x) == {"mlps.0": "mlps.0.down", "mlps.1": "mlps.1.down"}
+    assert torch.equal(floats(x), want)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("calibrated", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_product_gives_what_the_layer_reads(
+    dtype: torch.dtype, calibrated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, x = made(calibrated=calibrated)
+    model, x = model.to(dtype), x.to(dtype)
+    by_gemm(model, monkeypatch)
+    want = model(x)
+    assert len(fuse_glu(model, x)) == 2
+    by_gemm(model, monkeypatch)
+    given: list[Tensor] = []
+    first = model.mlps[0]
+    hook = first.down.register_forward_pre_hook(lambda _, inputs: given.append(inputs[0]))
+    got = model(x)
+    hook.remove()
+    h = torch.nn.functional.silu(first.gate._joint.layer(x)[..., :96].float()) * first.gate._joint.layer(x)[..., 96:]
+    assert given[0].dtype == (torch.int8 if calibrated else dtype) and given[0].shape == (2, 5, 96)
+    floats = given[0].float() * first.down.act_scale if calibrated else given[0].float()
+    bound = 0.6 * float(first.down.act_scale) if calibrated else 0.0
+    assert bool(((floats - h).abs() <= bound + (1e-5 if dtype == torch.float32 else 2.0**-6) * (1 + h.abs())).all())
+    assert got.dtype == dtype and float((got - want).norm() / want.norm()) < 1e-2
+    assert "multiplies the results of the second" in str(first.up.explain())
+    for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        by_gemm(again, monkeypatch)
+        assert torch.equal(again(x), got)
+    torch._dynamo.reset()
+    with torch.inference_mode():
+        compiled = torch.compile(model, fullgraph=True, backend="eager")(x)
+    assert float((compiled - got).norm() / got.norm()) < 1e-2
+
+
+def test_gradients_other_tensors_and_to_dense_take_the_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = made(calibrated=True)
+    plain = model.mlps[0]
+    with torch.no_grad():
+        want = model(x)
+        assert len(fuse_glu(model, x)) == 2
+        by_gemm(model, monkeypatch)
+        first = model.mlps[0]
+        fused = first.gate._joint.glu(x, None)
+    assert first.train().training and plain.training and not first.eval().training and not plain.training
+    y = x.clone().requires_grad_()
+    assert not first.gate._joint.takes_glu(y) and not first.gate._joint.takes_glu(x.double())
+    model(y).sum().backward()
+    assert y.grad is not None and y.grad.isfinite().all()
+    with torch.no_grad():
+        first.gate.act_scale = torch.tensor(0.01)
+        assert not first.gate._joint.takes_glu(x)  # the layers part: their scales differ
+        assert model(x).isfinite().all() and first.gate._joint is None
+        first.gate.act_scale = None
+        assert float((model(x) - want).norm() / want.norm()) < 1e-2 and fused.shape == (2, 5, 96)
+    mc.nn.to_dense(model)
+    assert model.mlps[0] is plain and isinstance(plain.act, nn.SiLU) and isinstance(plain.gate, nn.Linear)
+    assert float((model(x) - want).norm() / want.norm()) < 2e-2
