@@ -130,6 +130,10 @@ def test_gradients_other_tensors_and_to_dense_take_the_modules(monkeypatch: pyte
     model(y).sum().backward()
     assert y.grad is not None and y.grad.isfinite().all()
     with torch.no_grad():
+        assert first.gate._joint.takes_glu(x)
+        mc.nn.calibrate(model, [x], progress=False)  # its hooks see the rows of gate and up
+        assert torch.equal(first.gate.act_scale, first.up.act_scale) and first.down.act_scale is not None
+        assert float((model(x) - want).norm() / want.norm()) < 1e-2 and first.gate._joint is not None
         first.gate.act_scale = torch.tensor(0.01)
         assert not first.gate._joint.takes_glu(x)  # the layers part: their scales differ
         assert model(x).isfinite().all() and first.gate._joint is None

@@ -67,6 +67,6 @@ def test_rows_of_integers_are_multiplied_as_the_layer_does(dtype: torch.dtype) -
     rows = quantized(x, 8, 1)
     assert rows.scale is not None
     y = linear_op.quant_linear_rows(
-        rows.data, rows.scale.reshape(-1), layer.qweight, layer.scale, layer.bias, None, "", dtype
+        rows.data, rows.scale.reshape(-1), layer.qweight, layer.scale, layer.bias, None, "", False, dtype
     )
     assert y.dtype == dtype and torch.allclose(y, layer(x), rtol=1e-6 if dtype == torch.float32 else 8e-3, atol=1e-5)

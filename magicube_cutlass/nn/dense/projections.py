@@ -100,6 +100,8 @@ class JointProjection:
 
     def takes_glu(self, x: Tensor) -> bool:
         """Whether :meth:`glu` takes rows: of an int8 layer, without gradients, by a kernel that gates its results."""
+        if any(each._forward_pre_hooks or each._forward_hooks for each in self.layers):
+            return False  # what hooks see, as those of a calibration, is made
         learns = torch.is_grad_enabled() and (x.requires_grad or any(_learns(each) for each in self.layers))
         scales = (each._buffers["act_scale"] is scale for each, scale in zip(self.layers, self.act_scales, strict=True))
         plain = x.is_floating_point() and x.dtype != torch.float64 and not learns

@@ -86,6 +86,7 @@ class QuantState(Calibrated):
     _number: int
     _joint: JointProduct | None = None  # that multiplies for this layer and others
     _place: int  # in it
+    _reads_kernel: bool = False  # whether a kernel of this library makes the rows, see fuse_glu
     _next: QuantState | None = None  # the layer that reads the output, see fuse_quantization
 
     def _begin(self, weight: Tensor | None, bias: Tensor | None, config: QuantConfig, shape: tuple[int, int]) -> None:

@@ -109,6 +109,34 @@ extern "C" const char* run(const int* sums, {out}* out, const float* c, int64_t 
 }}
 """
 
+GLU = """
+#include "{header}"
+{pack}#include "gemm/epilogue.cuh"
+namespace magicube {{
+struct Config {{
+  static constexpr int kLevels = 1, kAdjacent = {adjacent}, kActivation = {activation};
+  static constexpr bool kFloatAccum = false;
+  using Out = {out};
+  using Source = NoSource;
+}};
+}}
+using namespace magicube;
+extern "C" const char* run(const int* sums, {out}* out, int64_t pitch, int m, int n, const float* rows, const float* columns,
+                           const float* bias, float per_scale) {{
+  return host::run(1, 32, 1, false, [=] {{
+    uint32_t accum[2][1][64];  // two blocks of 16 rows, 64 gates and 64 columns that they gate
+    const int lane = threadIdx.x, g = lane / 4, t = lane % 4;
+    for (int block = 0; block < 2; ++block) for (int r = 0; r < 64; ++r) {{
+      const int row = 16 * block + g + r / 2 % 2 * 8;
+      accum[block][0][r] = sums[row * 128 + r / 4 * 8 + 2 * t + r % 2];
+    }}
+    const GemmOutput<Config> to{{out, nullptr, rows, columns, bias, pitch, 0, m, n, 0.5f, 0.0f, 0.0f, 0.0f, true, per_scale}};
+    write_glu(to, accum, 0, 16, 0, lane, RowFactors<Config, 2>(to, 0, 16, lane), ColumnFactors<Config, 64>(to, 0, lane),
+              ColumnFactors<Config, 64>(to, 0, lane, n));
+  }});
+}}
+"""
+
 
 def _compiled(source: str, tmp_path: Path) -> ctypes.CDLL:
     HostKernels(tmp_path, ("gemm/epilogue.cuh", "gemm/activation.cuh", "device/quad.cuh"))
@@ -235,3 +263,35 @@ def test_columns_side_by_side_lie_where_rows_of_b_were_put(out: str, levels: int
         magnitudes = (sums.abs() * weights).sum(0) * scale
         assert float(squares[0].double().sum()) == pytest.approx(float(every.double().square().sum()), rel=1e-6)
         assert float(squares[1].double().sum()) == pytest.approx(float(magnitudes.double().sum()), rel=1e-6)
+
+
+@pytest.mark.parametrize(("out", "activation"), [("float", "silu"), ("float", None), ("int8_t", "relu")])
+def test_gates_and_what_they_gate_meet_in_a_lane(out: str, activation: str | None, tmp_path: Path) -> None:
+    m, n, adjacent = 27, 32, 4 if out == "float" else 8
+    generator = torch.Generator().manual_seed(3)
+    sums = torch.randint(-90, 90, (32, 2, 64), generator=generator, dtype=torch.int32)  # columns beyond n too
+    shape, steps, _ = row_order(64, 64, adjacent)
+    placed = torch.arange(1)
+    for size, step in zip(shape, steps, strict=True):
+        placed = (placed[None] + torch.arange(size)[:, None] * step).flatten()
+    rows, columns = 2.0 ** (torch.arange(32) % 3 - 1), 2.0 ** -(torch.arange(2 * n) % 3).float()
+    bias, scale = torch.linspace(-3, 3, 2 * n), torch.tensor(32.0)
+    got = torch.full((32, 64), 99.0).to(torch.float32 if out == "float" else torch.int8)
+    source = GLU.format(
+        header=Path(__file__).parents[1] / "estimate" / "cta_host.hpp", pack=PACK, adjacent=adjacent, out=out,
+        activation=FUNCTIONS.index(activation),
+    )  # fmt: skip
+    run = _compiled(source, tmp_path).run
+    run.restype = ctypes.c_char_p
+    given = sums[:, :, placed].contiguous()
+    pointers = [ctypes.c_void_p(each.data_ptr()) for each in (given, got, rows, columns, bias)]
+    assert not run(*pointers[:2], ctypes.c_int64(64), m, n, *pointers[2:], ctypes.c_float(float(scale.reciprocal())))
+    y = sums[:, :, :n].double() * (0.5 * rows.double())[:, None, None] * columns.double().view(2, n)
+    y += bias.double().view(2, n)
+    want = (activate(y[:, 0], activation) * y[:, 1])[:m]
+    if out == "float":
+        assert torch.allclose(got[:m, :n].double(), want, rtol=2e-6, atol=1e-5)
+    else:
+        assert int((got[:m, :n].int() - integers_of(want, scale).int()).abs().max()) <= 1
+        assert int(got[:m, :n].int().abs().max()) > 20
+    assert bool((got[m:] == 99).all() and (got[:, n:] == 99).all())
