@@ -102,6 +102,9 @@ class ScaledGemmConfig(KernelConfig):
         CTAs per SM.
     band : int
         Rows of tiles that are traversed column by column.
+    adjacent : int
+        Columns side by side that a lane has, 4 or 8: as in :class:`cute_kernels.gemm.config.GemmConfig`, where B is not
+        decoded and no CTAs share K. It has run on an H200, but has not been timed: never selected. 0: pairs.
     """
 
     kernel: str
@@ -119,6 +122,7 @@ class ScaledGemmConfig(KernelConfig):
     split: int = 1
     resident: int = 1
     band: int = 8
+    adjacent: int = 0
 
     @property
     def uses_bfloat16(self) -> bool:
@@ -134,6 +138,12 @@ class ScaledGemmConfig(KernelConfig):
     def is_decoded(self, fmt: OperandFormat) -> bool:
         """Return whether the kernel decodes an operand of this format."""
         return fmt.bits < (16 if self.uses_bfloat16 else 8)
+
+    @property
+    def side_by_side(self) -> ScaledGemmConfig:
+        """The config with adjacent columns, if its kernel has them; they need what those of ``GemmConfig`` do."""
+        ordered = self.kernel == "wgmma" and self.split == 1 and not self.is_decoded(self.b)
+        return replace(self, adjacent=(4 if self.out == "float32" else 8) if ordered else 0)
 
     @property
     def threads(self) -> int:
@@ -180,6 +190,7 @@ class ScaledGemmConfig(KernelConfig):
         shape = f"{self.tile_m}x{self.tile_n}s{self.stages}p{self.packed_stages}"
         sums = "a" * self.promote
         how = f"g{self.groups}d{self.decoders}{sums}k{self.split}r{self.resident}b{self.band}"
+        how += f"-adjacent{self.adjacent}" if self.adjacent else ""
         return f"gemm-floats-{self.kernel}-{self.a.name}-{self.b.name}-{self.out}-{self.source}-{shape}-{how}"
 
     @property
@@ -213,6 +224,7 @@ class ScaledGemmConfig(KernelConfig):
             "kSplit": self.split,
             "kResident": self.resident,
             "kBand": self.band,
+            "kAdjacent": self.adjacent,
         }
 
     def _types(self) -> dict[str, str]:

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cute_kernels.gemm.epilogue import EpilogueArguments, epilogue_arguments
+from cute_kernels.gemm.cuda import row_order
+from cute_kernels.gemm.epilogue import EpilogueArguments, epilogue_arguments, takes_runs
 from cute_kernels.jit.device import current_arch, device_of, num_sms
 from cute_kernels.jit.kernel import get_kernel
 from cute_kernels.jit.tma import tensor_map
@@ -155,11 +156,15 @@ def dequantized_operands(
     return tuple(name for name, wanted, given in pairs if wanted != given)
 
 
-def _tensor_map(rows: Rows, fmt: OperandFormat, count: int, tile: int, config: ScaledGemmConfig) -> bytes:
+def _tensor_map(
+    rows: Rows, fmt: OperandFormat, count: int, tile: int, config: ScaledGemmConfig, adjacent: int = 0
+) -> bytes:
     """Return the tensor map of K tiles of `tile` rows: packed tiles unswizzled, others swizzled."""
     packed = config.is_decoded(fmt)
     width = config.tile_k * fmt.bits // 8
-    return tensor_map(rows.pointer, 1, (rows.owner.shape[1], count), rows.pitch, (width, tile), 0 if packed else width)
+    shape, steps, box = row_order(count, tile, adjacent)
+    pitches = tuple(step * rows.pitch for step in steps)
+    return tensor_map(rows.pointer, 1, (rows.owner.shape[1], *shape), pitches, (width, *box), 0 if packed else width)
 
 
 def _launch_tcgen05(problem: ScaledGemmProblem, config: Tcgen05Config, epilogue: EpilogueArguments) -> None:
@@ -208,7 +213,10 @@ def _launch(problem: ScaledGemmProblem, config: ScaledGemmConfig | SmallMConfig,
         operands = (a.pointer, a.pitch, a.owner.shape[1], b.pointer, b.pitch, b.owner.shape[1])
         kernel.launch((tiles, 1, 1), (*operands, *result))
         return
-    maps = (_tensor_map(a, config.a, m, config.tile_m, config), _tensor_map(b, config.b, n, config.tile_n, config))
+    maps = (
+        _tensor_map(a, config.a, m, config.tile_m, config),
+        _tensor_map(b, config.b, n, config.tile_n, config, config.adjacent),
+    )
     if config.split > 1:
         kernel.launch((tiles * config.split, 1, 1), (*maps, *result), (config.split, 1, 1))
     else:
@@ -253,7 +261,8 @@ def scaled_gemm_cuda(
     out : Tensor, shape (M, N)
         Output.
     config : ScaledGemmConfig, SmallMConfig or Tcgen05Config, optional
-        Kernel config; overrides kernel selection. Its `out` and `source` are set from `problem`.
+        Kernel config; overrides kernel selection. Its `out` and `source` are set from `problem`; its `adjacent` is
+        taken where N and the alignment of `out` allow it.
 
     Returns
     -------
@@ -273,6 +282,8 @@ def scaled_gemm_cuda(
                 check_reads(problem, config)
             kind, source = _output_types(problem)
             chosen = replace(config, out=kind, source=source)
+        if isinstance(chosen, ScaledGemmConfig) and chosen.adjacent:
+            chosen = chosen.side_by_side if takes_runs(out) else replace(chosen, adjacent=0)
         epilogue = epilogue_arguments(out, problem.a.scale, problem.b.scale, problem.bias, problem.c)
         if isinstance(chosen, Tcgen05Config):
             _launch_tcgen05(problem, chosen, epilogue)

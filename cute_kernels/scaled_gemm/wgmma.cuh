@@ -127,7 +127,11 @@ __device__ void producer_loop(const FloatGemm<C>& gemm, const TmaDescriptor& a, 
         barrier_wait(gemm.empty(at.stage), at.parity ^ 1);
         mbarrier_arrive_expect_tx(full, G::kDirectBytes);
         if (!G::A::kDecoded) tma_load_2d(shared_address(gemm.ready_a(at.stage)), &a, part * 128, row, full);
-        if (!G::B::kDecoded) tma_load_2d(shared_address(gemm.ready_b(at.stage)), &b, part * 128, column, full);
+        if constexpr (C::kAdjacent > 0) {
+          tma_load_5d(shared_address(gemm.ready_b(at.stage)), &b, part * 128, column / (4 * C::kAdjacent), full);
+        } else {
+          if (!G::B::kDecoded) tma_load_2d(shared_address(gemm.ready_b(at.stage)), &b, part * 128, column, full);
+        }
       }
     }
   });
@@ -343,12 +347,18 @@ __device__ void multiply_tiles(const FloatGemm<C>& gemm, const GemmOutput<C>& to
     if constexpr (G::kSplit > 1) {
       reduce_and_write_tile(gemm, to, accum[0], row, column);
     } else {
-      uint32_t bits[1][G::kSpans * G::kRegisters];
+      uint32_t bits[1][1][G::kSpans * G::kRegisters];
       CUTE_UNROLL
       for (int r = 0; r < G::kSpans * G::kRegisters; ++r) {
-        bits[0][r] = __float_as_uint(accum[r / G::kRegisters][r % G::kRegisters]);
+        bits[0][0][r] = __float_as_uint(accum[r / G::kRegisters][r % G::kRegisters]);
       }
-      write_fragment(to, bits, row + group * 64 + threadIdx.x / 32 % 4 * 16, column, threadIdx.x % 32);
+      const int first = row + group * 64 + threadIdx.x / 32 % 4 * 16, lane = threadIdx.x % 32;
+      if constexpr (C::kAdjacent > 0) {
+        write_adjacent(to, bits, first, 64, column, lane, RowFactors<C, 1>(to, first, 64, lane),
+                       ColumnFactors<C, C::kTileN>(to, column, lane), NoVisitor{});
+      } else {
+        write_fragment(to, bits[0], first, column, lane);
+      }
     }
   });
 }

@@ -173,7 +173,10 @@ def _gemm_floats(arch: str) -> Iterator[Entry]:
         if arch != "sm_90a" and (fast or m <= 64 or a == "e4m3 rows of 128"):
             continue  # one kernel for every size, none for scales of 128
         config = choose_config(m, 4096, 8192, _KINDS[a], _KINDS[b], arch, fast=fast, out=out, source=source)
-        yield f"gemm floats/{a} x {b} m={m} out={out} c={source}{' fast' if fast else ''}", config
+        key = f"gemm floats/{a} x {b} m={m} out={out} c={source}{' fast' if fast else ''}"
+        yield key, config
+        if isinstance(config, ScaledGemmConfig) and config.side_by_side != config and m >= 4096:
+            yield f"{key} adjacent", config.side_by_side
     if arch == "sm_90a":
         narrow = choose_float_gemm(64, 512, 16384, _KINDS["bf16"], _KINDS["bf16"], arch)
         yield "gemm floats/bf16 x bf16 m=64 n=512 k=16384 out=float32 c=none", narrow

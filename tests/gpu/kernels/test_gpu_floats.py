@@ -41,7 +41,15 @@ SCALED = [
     (OperandFormat("e2m3", tiles=True), OperandFormat("e2m1", 16, "e4m3")),
 ]
 # (M, K, N); the last two have several tiles for each block of a persistent grid, and a K for four blocks a tile.
-SHAPES = [(1, 1, 1), (64, 128, 128), (130, 77, 257), (300, 520, 144), (2600, 136, 1200), (37, 2100, 264)]
+SHAPES = [
+    (1, 1, 1),
+    (64, 128, 128),
+    (130, 77, 257),
+    (300, 520, 144),
+    (2600, 136, 1200),
+    (37, 2100, 264),
+    (140, 264, 416),
+]
 HALF_DTYPES = ("float16", "bfloat16")
 UNIT = 2.0**-13  # of the largest addend, what the Tensor Cores keep of each addend of a sum of e4m3 or e5m2 products
 
@@ -50,7 +58,8 @@ def every(a: OperandFormat, b: OperandFormat, fast: bool = False) -> list[Scaled
     """Every kernel for a pair, the warps' one too, and those that take operands that were decoded before."""
     found = [config for arch in dict.fromkeys((ARCH, "sm_80")) for config in candidates(a, b, arch, fast=fast)]
     before = tuple(dequantized_format(kind, a.block > 0 or b.block > 0) for kind in (a, b))
-    return found + (candidates(before[0], before[1], ARCH, fast=fast) if HOPPER and before != (a, b) else [])
+    found += candidates(before[0], before[1], ARCH, fast=fast) if HOPPER and before != (a, b) else []
+    return found + [each.side_by_side for each in found if each.side_by_side != each]
 
 
 def hopper(a: OperandFormat, b: OperandFormat) -> list[ScaledGemmConfig]:
@@ -208,7 +217,7 @@ def lost(a: Tensor, b: Tensor, part: int) -> Tensor:
 @pytest.mark.parametrize("pair", WAYS, ids=lambda pair: f"{pair[0].name}-{pair[1].name}")
 @pytest.mark.configs([config for pair in WAYS for config in candidates(*pair, ARCH, fast=True)[:1]])
 def test_all_codes_multiply_within_the_stated_bound(pair: tuple[OperandFormat, OperandFormat], fast: bool) -> None:
-    m, k, n = 96, 1000, 80
+    m, k, n = 96, 1000, 96
     a, b = operand(pair[0], m, k, 3, None), operand(pair[1], n, k, 4, None)
     x, y = a.values(torch.float64), b.values(torch.float64)
     truth = x @ y.t()
@@ -220,10 +229,16 @@ def test_all_codes_multiply_within_the_stated_bound(pair: tuple[OperandFormat, O
         assert bool(((got.double() - truth).abs() <= within).all()), config.name
 
 
-@pytest.mark.configs([replace(c, out=o) for p in (SCALED[0], WAYS[1]) for c in every(*p)[::2] for o in HALF_DTYPES])
+def writing(config: ScaledGemmConfig, out: str) -> ScaledGemmConfig:
+    """The config with another output, and as many adjacent columns as it has then."""
+    found = replace(config, out=out)
+    return found.side_by_side if config.adjacent else found
+
+
+@pytest.mark.configs([writing(c, o) for p in (SCALED[0], WAYS[1]) for c in every(*p)[::2] for o in HALF_DTYPES])
 def test_each_output_type_is_written_whole_and_nothing_else() -> None:
     for pair in (SCALED[0], WAYS[1]):
-        for m, k, n in ((130, 77, 257), (70, 2048, 264)):
+        for m, k, n in ((130, 77, 257), (70, 2048, 264), (70, 264, 288)):
             a, b = operand(pair[0], m, k, 1, 1.0), operand(pair[1], n, k, 2, 1.0)
             truth = exact(a, b)
             for dtype in (torch.float16, torch.bfloat16, torch.float32):
@@ -238,8 +253,9 @@ def test_each_output_type_is_written_whole_and_nothing_else() -> None:
 
 
 @pytest.mark.configs([replace(c, source=s) for c in every(*WAYS[1]) for s in ("none", "float16")])
-def test_scales_c_and_bias_enter_once() -> None:
-    pair, (m, k, n) = WAYS[1], (137, 2050, 200)
+@pytest.mark.parametrize("n", [200, 224])
+def test_scales_c_and_bias_enter_once(n: int) -> None:
+    pair, (m, k) = WAYS[1], (137, 2050)
     a, b = operand(pair[0], m, k, 1), operand(pair[1], n, k, 2)
     left, right, bias = (torch.randn(size, generator=generator(5), device="cuda") for size in (m, n, n))
     c = torch.randn(m, n, generator=generator(6), device="cuda").half()
