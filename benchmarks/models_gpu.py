@@ -6,7 +6,7 @@ layers are converted, embeddings and the head stay bfloat16, attention is torch'
 are one product in our dense layers, by ``fuse_projections``, and in "bfloat16, fused", which shows what that alone is
 worth. Our dense layers apply the activations that follow them, by ``fuse_activations``, and gate the outputs of gated
 MLPs, by ``fuse_glu``. "static MLP": the last layer of an MLP has a static scale, and the one before writes its
-integers, by ``fuse_quantization`` or ``fuse_glu``.
+integers, by ``fuse_quantization`` or ``fuse_glu``; "static": all layers have one.
 ``graph``: milliseconds of a replay, median, all ways in turns; ``eager``: of a call without a graph, host included.
 ``compiled`` ways are compiled by torch: an encoder whole, a decoder layer by layer. ``error``: relative error of the
 layers' output against bfloat16's. ``decode``: a step for each of the batch's sequences over 1,024 cached tokens.
@@ -40,16 +40,16 @@ import magicube_cutlass as mc
 CACHED = 1024
 HOST_CALLS = 10
 Config = mc.nn.QuantConfig | mc.nn.SparseQuantConfig
-STATIC = "ours int8, static MLP"
+STATIC = {"ours int8, static MLP": True, "ours int8, static": False}  # whether other layers of them stay dynamic
 WAYS: dict[str, Config] = {
     "ours int8": mc.nn.QuantConfig("int8"),
-    STATIC: mc.nn.QuantConfig("int8"),
+    **dict.fromkeys(STATIC, mc.nn.QuantConfig("int8")),
     "ours int4 g128, int8 rows": mc.nn.QuantConfig("int4", group_size=128),
     "ours int4 g128": mc.nn.QuantConfig("int4", group_size=128, act="none"),
     "ours e4m3": mc.nn.QuantConfig("e4m3"),
     **{f"ours sparse {s:g}": mc.nn.SparseQuantConfig(sparsity=s, vector_length=8, bits=8) for s in (0.5, 0.7, 0.9)},
 }
-PROFILED = ("bfloat16", "bfloat16, fused", "ours int8", STATIC, "ours int4 g128", "ours sparse 0.9")
+PROFILED = ("bfloat16", "bfloat16, fused", "ours int8", *STATIC, "ours int4 g128", "ours sparse 0.9")
 
 
 @dataclass(frozen=True)
@@ -200,7 +200,7 @@ def weight_bytes(model: Any) -> int:
 _PLAIN = (Tensor, nn.Parameter)
 
 
-def converted(config: Config, batch: dict[str, Any], static: bool) -> Callable[[Any], object]:
+def converted(name: str, config: Config, batch: dict[str, Any]) -> Callable[[Any], object]:
     """What converts the layers of a model by a config, and fuses dense ones with what is around them."""
 
     def make(model: Any) -> None:
@@ -208,8 +208,8 @@ def converted(config: Config, batch: dict[str, Any], static: bool) -> Callable[[
         if isinstance(config, mc.nn.QuantConfig):
             mc.nn.fuse_projections(model, batch)  # first: a gate with an activation would be left alone
             mc.nn.fuse_activations(model, batch)
-            if static:
-                fuse_integers(model, [batch])
+            if name in STATIC:
+                fuse_integers(model, [batch], only_last=STATIC[name])
             else:
                 mc.nn.fuse_glu(model, batch)
 
@@ -253,7 +253,7 @@ def models(dense: nn.Module, batch: dict[str, Any], fast: bool, without: list[st
     """Every way to run a model but those `without` names; what fails is told and left out."""
     found: dict[str, nn.Module] = {"bfloat16": dense}
     makers: dict[str, Callable[[Any], object]] = (baselines() if fast else {}) | {"bfloat16, fused": fuse_float}
-    makers |= {name: converted(config, batch, name == STATIC) for name, config in WAYS.items()}
+    makers |= {name: converted(name, config, batch) for name, config in WAYS.items()}
     for name, make in makers.items():
         if any(part in name for part in without):
             continue
