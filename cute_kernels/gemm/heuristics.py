@@ -125,7 +125,7 @@ def choose(
     num_sms : int, default 132
         SMs of the GPU.
     glu : bool, default False
-        Of tiles whose halves have whole runs of columns.
+        Of tiles of a multiple of 64 columns of B, gates and what they gate.
 
     Returns
     -------
