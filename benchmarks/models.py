@@ -94,7 +94,6 @@ class MiniLM(Runner):
         """Dense W8A8: the second layer of each MLP has a static scale, and the first one writes its integers."""
         model, data = copy.deepcopy(self.dense), self.calibration()
         mc.convert(model, {self.layers: mc.nn.QuantConfig("int8"), "*": None}, freeze=True, progress=False)
-        mc.nn.fuse_activations(model, data[0])
         fuse_integers(model, data)
         return {"rows": [{"W8A8 static MLPs": {key: round(each, 2) for key, each in self.sts(model).items()}}]}
 

@@ -3,10 +3,9 @@
 Models of transformers with **random weights** in the sizes of all-MiniLM-L6-v2 (6 layers of 384) and SmolLM2-135M (30
 of 576), and one decoder layer of an 8B model (4096, 14336): times do not depend on the values. All products of the
 layers are converted, embeddings and the head stay bfloat16, attention is torch's. Projections that read the same rows
-are one product in our dense layers, by ``fuse_projections``, and in "bfloat16, fused", which shows what that alone is
-worth. Our dense layers apply the activations that follow them, by ``fuse_activations``, and gate the outputs of gated
-MLPs, by ``fuse_glu``. "static MLP": the last layer of an MLP has a static scale, and the one before writes its
-integers, by ``fuse_quantization`` or ``fuse_glu``; "static": all layers have one.
+are one product in our dense layers and in "bfloat16, fused", which shows what that alone is worth. Our dense layers
+also apply the activations that follow them, and gate the outputs of gated MLPs: ``magicube_cutlass.nn.fuse``. "static
+MLP": the last layer of an MLP has a static scale, and the one before writes its integers; "static": all have one.
 ``graph``: milliseconds of a replay, median, all ways in turns; ``eager``: of a call without a graph, host included.
 ``compiled`` ways are compiled by torch: an encoder whole, a decoder layer by layer. ``error``: relative error of the
 layers' output against bfloat16's. ``decode``: a step for each of the batch's sequences over 1,024 cached tokens.
@@ -206,12 +205,10 @@ def converted(name: str, config: Config, batch: dict[str, Any]) -> Callable[[Any
     def make(model: Any) -> None:
         mc.convert(model.layers, config, freeze=True, progress=False)
         if isinstance(config, mc.nn.QuantConfig):
-            mc.nn.fuse_projections(model, batch)  # first: a gate with an activation would be left alone
-            mc.nn.fuse_activations(model, batch)
             if name in STATIC:
                 fuse_integers(model, [batch], only_last=STATIC[name])
             else:
-                mc.nn.fuse_glu(model, batch)
+                mc.nn.fuse(model, batch)
 
     return make
 

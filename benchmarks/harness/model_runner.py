@@ -44,7 +44,8 @@ def smoothed(model: nn.Module, layers: str, weight: str, data: Sequence[Any], **
 def fuse_integers(model: nn.Module, data: Sequence[dict[str, Any]], only_last: bool = True) -> None:
     """Give static scales to the last layers of MLPs, or to all, and have the layers before the last write integers."""
     mc.nn.calibrate(model, data, progress=False)
-    last = {*mc.nn.fuse_quantization(model, data[0]).values(), *mc.nn.fuse_glu(model, data[0]).values()}
+    fused = mc.nn.fuse(model, data[0])
+    last = {*fused.quantization.values(), *fused.glu.values()}
     if not last:
         raise ValueError("model must have layers that read another layer's output or gated outputs, got none")
     for name, layer in model.named_modules():

@@ -123,8 +123,6 @@ class SmolLM(Runner):
         static = batches if rest == ["static"] else None
         mc.convert(model, plan, calibrate=static, freeze=True, progress=False)
         if "MLPs" in rest:
-            mc.nn.fuse_projections(model, batches[0])
-            mc.nn.fuse_activations(model, batches[0])
             fuse_integers(model, batches)
         return model
 

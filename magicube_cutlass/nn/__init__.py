@@ -6,7 +6,7 @@ from magicube_cutlass.nn.calibration import calibrate
 from magicube_cutlass.nn.config import QuantConfig, SparseQuantConfig
 from magicube_cutlass.nn.convert import convert
 from magicube_cutlass.nn.dense.embedding import QuantEmbedding
-from magicube_cutlass.nn.dense.fuse import fuse_activations, fuse_glu, fuse_quantization
+from magicube_cutlass.nn.dense.fuse import fuse, fuse_activations, fuse_glu, fuse_quantization
 from magicube_cutlass.nn.dense.linear import QuantLinear, quantize_weight
 from magicube_cutlass.nn.dense.projections import fuse_projections
 from magicube_cutlass.nn.dense.smooth import smooth
@@ -32,6 +32,7 @@ __all__ = [
     "SparseQuantLinear",
     "calibrate",
     "convert",
+    "fuse",
     "fuse_activations",
     "fuse_glu",
     "fuse_projections",

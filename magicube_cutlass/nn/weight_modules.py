@@ -195,7 +195,7 @@ def to_dense(model: nn.Module) -> tuple[str, ...]:
     made: dict[nn.Module, nn.Module] = {}
     names = []
     for gated in [each for each in model.modules() if isinstance(each, GatedMLP)]:
-        replace_module(model, gated, gated.__dict__["_plain"])
+        replace_module(model, gated, gated._plain)
     found = [(name, each) for name, each in model.named_modules(remove_duplicate=False) if isinstance(each, _QUANTIZED)]
     inner = {f"{name}.linear" for name, each in found if isinstance(each, PatchLinear)}
     restored = _restore_activations(model, [each for _, each in found])

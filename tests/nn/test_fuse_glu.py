@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import magicube_cutlass as mc
-from magicube_cutlass.nn import QuantConfig, QuantLinear, fuse_activations, fuse_glu, fuse_projections
+from magicube_cutlass.nn import QuantConfig, QuantLinear, fuse, fuse_activations, fuse_glu, fuse_projections
 from magicube_cutlass.nn.dense import product, projections
 
 
@@ -142,3 +142,28 @@ def test_gradients_other_tensors_and_to_dense_take_the_modules(monkeypatch: pyte
     mc.nn.to_dense(model)
     assert model.mlps[0] is plain and isinstance(plain.act, nn.SiLU) and isinstance(plain.gate, nn.Linear)
     assert float((model(x) - want).norm() / want.norm()) < 2e-2
+
+
+@torch.no_grad()
+def test_all_steps_in_the_order_that_they_need() -> None:
+    torch.manual_seed(0)
+    mlp = nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64))
+    model, x = Blocks(Gated(), mlp).eval(), torch.randn(7, 64)
+    with pytest.raises(ValueError, match="model must have QuantLinear layers, got none: see convert"):
+        fuse(model, x)
+    plain = copy.deepcopy(model)
+    mc.convert(plain, QuantConfig("int8"), progress=False)
+    assert fuse(plain, x) == ((), {"mlps.0.gate": "silu", "mlps.1.0": "gelu"}, {}, {})
+    mc.convert(model, QuantConfig("int8"), freeze=True, calibrate=[x], progress=False)
+    want = model(x)
+    found = fuse(model, x)
+    assert found.projections == (("mlps.0.gate", "mlps.0.up"),)
+    assert found.activations == {"mlps.0.gate": "silu", "mlps.1.0": "gelu"}
+    assert found.glu == {"mlps.0": "mlps.0.down"} and found.quantization == {"mlps.1.0": "mlps.1.2"}
+    assert float((model(x) - want).norm() / want.norm()) < 1e-6
+    again = fuse(model, x)
+    assert again == (found.projections, {}, found.glu, found.quantization)  # activations are part of their layers
+    assert isinstance(model.mlps[0]._plain, Gated) and model.mlps[0].gate._joint.is_glu
+    assert float((model(x) - want).norm() / want.norm()) < 1e-6
+    mc.nn.to_dense(model)
+    assert isinstance(model.mlps[0], Gated) and isinstance(model.mlps[1][1], nn.GELU)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
@@ -19,7 +19,7 @@ from magicube_cutlass.nn.auto_plan import first_outputs, output_error
 from magicube_cutlass.nn.calibration import forward_batch, restore_modes
 from magicube_cutlass.nn.dense.activation import activation_of
 from magicube_cutlass.nn.dense.linear import QuantLinear
-from magicube_cutlass.nn.dense.projections import GatedMLP, JointProjection
+from magicube_cutlass.nn.dense.projections import GatedMLP, JointProjection, fuse_projections
 from magicube_cutlass.nn.weight_modules import inner_layer, replace_module
 
 
@@ -302,6 +302,8 @@ def fuse_glu(model: nn.Module, batch: Any) -> dict[str, str]:
     >>> mc.nn.fuse_glu(model, x)
     {'0': '0.down'}
     """
+    for gated in [each for each in model.modules() if isinstance(each, GatedMLP)]:
+        replace_module(model, gated, gated._plain)
     found = {each: layers for each in model.modules() if each is not model and (layers := _gated_layers(each))}
     readers = {module: set(names[2]) for module, names in found.items()}  # that all calls agree with
     outputs: dict[nn.Module, Any] = {}
@@ -333,3 +335,53 @@ def fuse_glu(model: nn.Module, batch: Any) -> dict[str, str]:
         replace_module(model, module, GatedMLP(module, gate, down))
         fused[names[module]] = f"{names[module]}.{down}"
     return fused
+
+
+class Fused(NamedTuple):
+    """What :func:`fuse` found, as the function of each step returns it."""
+
+    projections: tuple[tuple[str, ...], ...]
+    activations: dict[str, str]
+    glu: dict[str, str]
+    quantization: dict[str, str]
+
+
+def fuse(model: nn.Module, batch: Any) -> Fused:
+    """Fuse dense quantized layers with what is around them, in place: all steps, in the order that they need.
+
+    :func:`fuse_projections`, :func:`fuse_activations`, :func:`fuse_glu` and :func:`fuse_quantization`, which say what
+    each does, and where; the model runs on the batch for each. All but activations need frozen layers. Files of the
+    model stay those of the model without it, so call it again after loading one.
+
+    Parameters
+    ----------
+    model : nn.Module
+        As :func:`magicube_cutlass.convert` left it.
+    batch : Tensor, tuple, list or mapping
+        An input, as for :func:`magicube_cutlass.nn.calibrate`. It must reach all that the model does.
+
+    Returns
+    -------
+    Fused
+        What each step found, by name.
+
+    Raises
+    ------
+    ValueError
+        For a model without :class:`QuantLinear` layers.
+
+    Examples
+    --------
+    >>> import torch, magicube_cutlass as mc
+    >>> model = torch.nn.Sequential(torch.nn.Linear(64, 96), torch.nn.GELU(), torch.nn.Linear(96, 8))
+    >>> report = mc.convert(model, mc.nn.QuantConfig("int8"), freeze=True)
+    >>> mc.nn.fuse(model, torch.randn(4, 64)).activations
+    {'0': 'gelu'}
+    """
+    layers = [each for each in model.modules() if isinstance(each, QuantLinear)]
+    if not layers:
+        raise ValueError("model must have QuantLinear layers, got none: see convert")
+    # first: layers with an activation are left alone there
+    projections = fuse_projections(model, batch) if any(each.frozen for each in layers) else ()
+    activations = fuse_activations(model, batch)
+    return Fused(projections, activations, fuse_glu(model, batch), fuse_quantization(model, batch))

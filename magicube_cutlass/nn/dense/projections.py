@@ -255,7 +255,8 @@ def fuse_projections(model: nn.Module, batch: Any) -> tuple[tuple[str, ...], ...
     model runs on a batch, which shows what its layers are called with: neighbours in the order of calls that get the
     same tensor, unchanged between them, of one format. The layers keep names, options and state dicts, whose tensors
     are then copies. Outputs are the numbers of before, or differ in the order of sums on a GPU; they are views of one
-    tensor. A layer that has an activation is left alone. Fuse again after layers were replaced.
+    tensor. A layer that has an activation is left alone, if it is not joined already. Fuse again after layers were
+    replaced.
 
     A tensor that is written to between the calls of a group is multiplied anew. In inference mode, where torch does not
     count what is written to a tensor, and in graphs this is not seen: later runs must leave it alone as the batch's
@@ -296,6 +297,7 @@ def fuse_projections(model: nn.Module, batch: Any) -> tuple[tuple[str, ...], ...
     names = {each: name for name, each in model.named_modules() if isinstance(each, QuantLinear) and each.frozen}
     if not names:
         raise ValueError("model must have frozen QuantLinear layers, got none: see convert and freeze()")
+    joined = {each._joint.layers for each in names if isinstance(each._joint, JointProjection)}
     for layer in names:
         layer._joint = None
     calls = _Calls([[]])
@@ -312,7 +314,8 @@ def fuse_projections(model: nn.Module, batch: Any) -> tuple[tuple[str, ...], ...
     fused = []
     for group in dict.fromkeys(tuple(found) for found in calls.groups):
         always = all(groups_of[layer] == {group} for layer in group)
-        if len(group) > 1 and always and all(each.config.activation is None for each in group) and can_join(group):
+        plain = group in joined or all(each.config.activation is None for each in group)
+        if len(group) > 1 and always and plain and can_join(group):
             JointProjection(group)
             fused.append(tuple(names[layer] for layer in group))
     return tuple(fused)
