@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping, Sized
 from contextlib import ExitStack
 from functools import partial
@@ -14,6 +15,10 @@ from magicube_cutlass.nn.config import SparseQuantConfig
 from magicube_cutlass.quantization.quantize import quantize
 
 __all__ = ["Calibrated", "calibrate"]
+
+# Of the largest value of all rows beside the median row's: one scale for all then leaves that row fewer than 8 of 127
+# steps. SmolLM2's perplexity goes from 21.6 to 37.7 with such scales (docs/lab/models.md).
+FAR = 16.0
 
 
 class Calibrated(nn.Module):
@@ -41,6 +46,7 @@ def _watch(
     named: dict[str, Tensor],
     *,
     seen: dict[Calibrated, list[Tensor]],
+    rows: dict[Calibrated, list[Tensor]],
     clip: float | str,
 ) -> None:
     assert isinstance(layer, Calibrated)
@@ -49,6 +55,28 @@ def _watch(
         scale = layer.activation_scale(x, clip)
         if scale is not None:
             seen.setdefault(layer, []).append(scale)
+            smooth = getattr(layer, "smooth", None)
+            top = (x if smooth is None else x / smooth).abs().reshape(-1, x.shape[-1]).amax(1).float()  # (rows,)
+            rows.setdefault(layer, []).append(top[top > 0])
+
+
+def _tell_outliers(rows: Mapping[str, list[Tensor]]) -> None:
+    """Warn of layers whose rows one scale does not fit, from the largest magnitude of each row that is not zero."""
+    far = {}
+    for name, parts in rows.items():
+        top = torch.cat(parts)
+        ratio = float(top.amax() / top.median()) if top.numel() else 1.0
+        if ratio > FAR:
+            far[name] = ratio
+    if far:
+        worst = max(far, key=far.__getitem__)
+        warnings.warn(
+            f"one static scale does not fit the rows of {len(far)} of {len(rows)} layers: the largest value of "
+            f"{worst!r} is {far[worst]:.0f} times that of its median row (more than {FAR:.0f}). Set act_scale = None "
+            "there for a scale per row, or smooth them, and measure the model",
+            UserWarning,
+            stacklevel=4,
+        )
 
 
 def restore_modes(modes: dict[nn.Module, bool]) -> None:
@@ -86,6 +114,12 @@ def calibrate(
     ValueError
         For a model without such layers, no batches, or non-finite inputs.
 
+    Warns
+    -----
+    UserWarning
+        If ``clip="max"`` covers single rows whose values are more than 16 times those of the others, as language models
+        have them, so that integers of the others have few steps.
+
     Examples
     --------
     >>> import torch, magicube_cutlass as mc
@@ -98,11 +132,12 @@ def calibrate(
     if not layers:
         raise ValueError("model must have SparseQuantLinear or QuantLinear layers, got none: see convert")
     seen: dict[Calibrated, list[Tensor]] = {}
+    rows: dict[Calibrated, list[Tensor]] = {}
     count = 0
     with ExitStack() as stack:
         for layer in layers.values():
             layer.act_scale = None
-            handle = layer.register_forward_pre_hook(partial(_watch, seen=seen, clip=clip), with_kwargs=True)
+            handle = layer.register_forward_pre_hook(partial(_watch, seen=seen, rows=rows, clip=clip), with_kwargs=True)
             stack.callback(handle.remove)
         stack.callback(restore_modes, {each: each.training for each in model.modules()})
         model.eval()
@@ -114,6 +149,9 @@ def calibrate(
     for layer, scales in seen.items():
         stacked = torch.stack(scales)  # (batches,)
         layer.act_scale = stacked.amax() if clip == "max" else stacked.mean()
+    if clip == "max":
+        integers = {name: each for name, each in layers.items() if each in rows and getattr(each, "act", "") != "e4m3"}
+        _tell_outliers({name: rows[each] for name, each in integers.items()})
     return {name: None if each.act_scale is None else float(each.act_scale) for name, each in layers.items()}
 
 

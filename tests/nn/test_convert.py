@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from pathlib import Path
 
 import pytest
@@ -170,6 +171,31 @@ def test_calibration_needs_layers_batches_and_finite_inputs() -> None:
     two = nn.ModuleDict({"used": model[0], "idle": SparseQuantLinear(4, 8)})
     two.forward = two["used"].__call__  # type: ignore[method-assign]
     assert calibrate(two, [{"x": inputs()}], progress=False)["idle"] is None
+
+
+def test_rows_that_one_scale_does_not_fit_are_told() -> None:
+    model = nn.Sequential(nn.Linear(32, 64))
+    mc.convert(model, mc.nn.QuantConfig("int8"), progress=False)
+    x = torch.cat([inputs().sign(), torch.zeros(9, 32)])  # rows of zeros are no rows to fit
+    x[0, 3] = 16.0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        calibrate(model, [x], progress=False)
+        x[0, 3] = 17.0
+        calibrate(model, [x], clip="mse", progress=False)  # does not cover it
+    with pytest.warns(
+        UserWarning, match=r"of 1 of 1 layers: the largest value of '0' is 17 times that of its median row"
+    ):
+        scales = calibrate(model, [x[:4], x[4:]], progress=False)
+    assert scales["0"] == pytest.approx(17 / 127)
+    model[0].smooth = torch.ones(32)
+    model[0].smooth[3] = 17.0
+    floats = nn.Sequential(nn.Linear(32, 64))
+    mc.convert(floats, mc.nn.QuantConfig("e4m3"), progress=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        calibrate(model, [x], progress=False)
+        calibrate(floats, [x], progress=False)
 
 
 def test_sparsity_rises_as_published() -> None:
