@@ -115,6 +115,29 @@ def test_one_product_gives_what_the_layer_reads(
     assert float((compiled - got).norm() / got.norm()) < 1e-2
 
 
+@torch.no_grad()
+def test_smooth_scales_of_gate_and_up_divide_the_rows_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model, x = Blocks(Gated()).eval(), torch.randn(9, 64)
+    x[:, 3] *= 30
+    want = model(x)
+    mc.convert(model, QuantConfig("int8"), progress=False)
+    scale = x.abs().amax(0).sqrt()
+    model.mlps[0].gate.smooth = model.mlps[0].up.smooth = scale
+    for each in model.modules():
+        if isinstance(each, QuantLinear):
+            each.eval().freeze()
+    assert fuse(model, x).glu == {"mlps.0": "mlps.0.down"}
+    by_gemm(model, monkeypatch)
+    assert model.mlps[0].gate._joint.layer.smooth is not None and model.mlps[0].gate._joint.takes_glu(x)
+    got = model(x)
+    torch._dynamo.reset()
+    with torch.inference_mode():
+        compiled = torch.compile(model, fullgraph=True, backend="eager")(x)
+    for each in (got, compiled):
+        assert float((each - want).norm() / want.norm()) < 2e-2
+
+
 def test_gradients_other_tensors_and_to_dense_take_the_modules(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = made(calibrated=True)
     plain = model.mlps[0]
