@@ -62,7 +62,7 @@ def by_gemm(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
             for layer in (each, *(() if joint is None else (joint.layer,))):
                 layer.product().backend = "gemm"
             if joint is not None:
-                joint._gates_results = True
+                joint.gates_results = True
 
 
 @torch.no_grad()
@@ -136,6 +136,22 @@ def test_smooth_scales_of_gate_and_up_divide_the_rows_once(monkeypatch: pytest.M
         compiled = torch.compile(model, fullgraph=True, backend="eager")(x)
     for each in (got, compiled):
         assert float((each - want).norm() / want.norm()) < 2e-2
+
+
+def test_what_the_module_does_in_training_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Dropped(Gated):
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.dropout(super().forward(x), 0.5, self.training)
+
+    model, x = made(Dropped())
+    with torch.no_grad():
+        assert fuse(model, x).glu == {"mlps.0": "mlps.0.down"}
+        down = model.mlps[0].down
+        assert not down.reads_kernel  # on a CPU a compiler makes the rows
+        by_gemm(model, monkeypatch)
+        assert down.reads_kernel
+        kept = model.mlps[0](x) != 0
+        assert bool(kept.all()) and not bool((model.mlps[0].train()(x) != 0).all())
 
 
 def test_gradients_other_tensors_and_to_dense_take_the_modules(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -330,7 +330,7 @@ def fuse_glu(model: nn.Module, batch: Any) -> dict[str, str]:
             continue
         (down,), gate = readers[module], found[module][0]
         reader, joint = getattr(module, down), getattr(module, gate)._joint
-        joint.is_glu = reader._reads_kernel = True
+        joint.is_glu, reader._gated_by = True, joint
         reader.like = torch.empty(0, dtype=output.dtype, device=_device(reader))
         replace_module(model, module, GatedMLP(module, gate, down))
         fused[names[module]] = f"{names[module]}.{down}"

@@ -268,7 +268,7 @@ class QuantLinear(QuantState):
         rows = rows if self.smooth is None else smoothed(rows, inverse_of(self.smooth))
         config = self.config
         if x.is_cuda and x.dtype != torch.float64 and config.kind == ("int8", "int8", None):
-            integers, scales = linear_op.quantized_rows(rows, self.act_scale, self._reads_kernel)
+            integers, scales = linear_op.quantized_rows(rows, self.act_scale, self.reads_kernel)
             return self._multiply_rows(integers.view(x.shape), scales, x.dtype)
         y = linear_op.quant_linear(
             rows, self.qweight, self.scale, self.minimum, self.tensor_scale, self.bias, self.act_scale,

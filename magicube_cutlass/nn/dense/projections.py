@@ -38,7 +38,7 @@ class JointProjection:
     def __init__(self, layers: Sequence[QuantLinear]) -> None:
         self.layers = tuple(layers)
         self.held: tuple[Tensor, tuple[int | None, bool], Tensor] | None = None  # rows, their state, output
-        self.is_current = self.is_glu = False
+        self.is_current = self.is_glu = self.gates_results = False
         self.renew()
 
     def renew(self) -> None:
@@ -66,7 +66,7 @@ class JointProjection:
             if self.layer.bias is not None:
                 each.bias = nn.Parameter(self.layer.bias.detach()[begin:end], requires_grad=False)
             each._joint, each._place = self, i
-        self._gates_results = _gates_results(self.layer)
+        self.gates_results = _gates_results(self.layer)
         self.is_current = True
 
     def refresh(self) -> None:
@@ -105,7 +105,7 @@ class JointProjection:
         learns = torch.is_grad_enabled() and (x.requires_grad or any(_learns(each) for each in self.layers))
         scales = (each._buffers["act_scale"] is scale for each, scale in zip(self.layers, self.act_scales, strict=True))
         plain = x.is_floating_point() and x.dtype != torch.float64 and not learns
-        return self.is_current and self._gates_results and plain and all(scales)
+        return self.is_current and self.gates_results and plain and all(scales)
 
     def glu(self, x: Tensor, out_scale: Tensor | None) -> Tensor:
         """Return ``f(y1) * y2`` (..., out) of two layers, or its integers by a scale (); f is of the first one."""
@@ -125,7 +125,7 @@ class JointProjection:
     def explain(self, rows: int | None) -> Explanation:
         """Report the joint product."""
         found, count = self.layer.explain(rows), len(self.layers)
-        is_gated = self.is_glu and self._gates_results
+        is_gated = self.is_glu and self.gates_results
         gates = "; its epilogue multiplies the results of the second by the activation of the first" if is_gated else ""
         return replace(found, text=f"one product for {count} layers that read the same rows: {found.text}{gates}")
 
@@ -146,7 +146,7 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         gate, down = getattr(self, self._gate), getattr(self, self._down)
-        joint = gate._joint if isinstance(gate, QuantLinear) else None
+        joint = gate._joint if isinstance(gate, QuantLinear) and not self.training else None  # dropout is the module's
         if not isinstance(joint, JointProjection) or not isinstance(down, QuantLinear) or not joint.takes_glu(x):
             found: Tensor = self._plain(x)
             return found

@@ -51,6 +51,7 @@ class JointProduct(Protocol):
     """One product for several layers, see :func:`magicube_cutlass.nn.fuse_projections`."""
 
     is_current: bool
+    gates_results: bool  # whether a kernel does, see fuse_glu
 
     def __call__(self, layer: Any, x: Tensor) -> Tensor:
         """Return the output of a layer."""
@@ -86,7 +87,7 @@ class QuantState(Calibrated):
     _number: int
     _joint: JointProduct | None = None  # that multiplies for this layer and others
     _place: int  # in it
-    _reads_kernel: bool = False  # whether a kernel of this library makes the rows, see fuse_glu
+    _gated_by: JointProduct | None = None  # whose gated results are the rows, see fuse_glu
     _next: QuantState | None = None  # the layer that reads the output, see fuse_quantization
 
     def _begin(self, weight: Tensor | None, bias: Tensor | None, config: QuantConfig, shape: tuple[int, int]) -> None:
@@ -113,6 +114,11 @@ class QuantState(Calibrated):
         """Whether rows may be int8, quantized by the static scale: frozen int8 layers that have one, and no groups."""
         plain = self.config.kind == ("int8", "int8", None) and self._joint is None and self.smooth is None
         return plain and self.qweight is not None and self.act_scale is not None
+
+    @property
+    def reads_kernel(self) -> bool:
+        """Whether a kernel of this library writes the rows, so that a compiler has nothing to fuse with them."""
+        return self._gated_by is not None and self._gated_by.is_current and self._gated_by.gates_results
 
     def _out_scale(self) -> Tensor | None:
         """The scale of the integers that the next layer takes, if it does."""
