@@ -65,7 +65,8 @@ OURS: dict[str, tuple[OperandFormat, OperandFormat, bool]] = {
 
 def tried(m: int, a: OperandFormat, b: OperandFormat) -> list[ScaledGemmConfig | SmallMConfig]:
     """The kernels that are chosen from for m rows, and others of the same template."""
-    found = candidates(a, b, current_arch())
+    out = str(OUT).removeprefix("torch.")
+    found = [replace(each, out=out).side_by_side for each in candidates(a, b, current_arch())]
     first, small = found[0], next(each for each in found if each.tile_m == 64)
     if first.decoders:
         left, right = (dequantized_format(kind, a.block > 0 or b.block > 0) for kind in (a, b))

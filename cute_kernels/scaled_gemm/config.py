@@ -103,8 +103,8 @@ class ScaledGemmConfig(KernelConfig):
     band : int
         Rows of tiles that are traversed column by column.
     adjacent : int
-        Columns side by side that a lane has, 4 or 8: as in :class:`cute_kernels.gemm.config.GemmConfig`, where B is not
-        decoded and no CTAs share K. It has run on an H200, but has not been timed: never selected. 0: pairs.
+        Columns side by side that a lane has, 4 or 8: as in :class:`cute_kernels.gemm.config.GemmConfig`, where no
+        operand is decoded and no CTAs share K. 0: pairs.
     """
 
     kernel: str
@@ -142,7 +142,7 @@ class ScaledGemmConfig(KernelConfig):
     @property
     def side_by_side(self) -> ScaledGemmConfig:
         """The config with adjacent columns, if its kernel has them; they need what those of ``GemmConfig`` do."""
-        ordered = self.kernel == "wgmma" and self.split == 1 and not self.is_decoded(self.b)
+        ordered = self.kernel == "wgmma" and self.split == 1 and not self.decoders
         return replace(self, adjacent=(4 if self.out == "float32" else 8) if ordered else 0)
 
     @property

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels.gemm.cuda import row_order
-from cute_kernels.gemm.epilogue import EpilogueArguments, epilogue_arguments, takes_runs
+from cute_kernels.gemm.epilogue import RUN, EpilogueArguments, epilogue_arguments, takes_runs
 from cute_kernels.jit.device import current_arch, device_of, num_sms
 from cute_kernels.jit.kernel import get_kernel
 from cute_kernels.jit.tma import tensor_map
@@ -109,7 +109,8 @@ def choose_config(
         return choose_small_m(m, n, k, a, b, out=out, source=source, num_sms=num_sms)
     if arch == "sm_90a":
         a, b = dequantize_first(m, n, k, a, b)
-    return choose(m, n, k, a, b, arch, fast=fast, out=out, source=source, num_sms=num_sms)
+    config = choose(m, n, k, a, b, arch, fast=fast, out=out, source=source, num_sms=num_sms)
+    return config.side_by_side if n % RUN == 0 else config
 
 
 def _output_types(problem: ScaledGemmProblem) -> tuple[str, str]:

@@ -175,8 +175,8 @@ def _gemm_floats(arch: str) -> Iterator[Entry]:
         config = choose_config(m, 4096, 8192, _KINDS[a], _KINDS[b], arch, fast=fast, out=out, source=source)
         key = f"gemm floats/{a} x {b} m={m} out={out} c={source}{' fast' if fast else ''}"
         yield key, config
-        if isinstance(config, ScaledGemmConfig) and config.side_by_side != config and m >= 4096:
-            yield f"{key} adjacent", config.side_by_side
+        if isinstance(config, ScaledGemmConfig) and config.adjacent and m >= 4096:
+            yield f"{key} pairs", replace(config, adjacent=0)  # of other N
     if arch == "sm_90a":
         narrow = choose_float_gemm(64, 512, 16384, _KINDS["bf16"], _KINDS["bf16"], arch)
         yield "gemm floats/bf16 x bf16 m=64 n=512 k=16384 out=float32 c=none", narrow
