@@ -30,7 +30,7 @@ import torch
 from harness import text_models as text
 from harness.dlmc_data import Journal, Record
 from harness.gpu_results import save
-from harness.model_runner import LAYERS, Runner, fuse_integers, merged, quantized, smoothed
+from harness.model_runner import LAYERS, Runner, dynamic_layers, fuse_integers, merged, quantized, smoothed
 from harness.onnx_models import SessionModel, onnx_files, onnx_session
 from harness.smollm_rows import SmolLM
 from torch import Tensor, nn
@@ -97,13 +97,15 @@ class MiniLM(Runner):
         fuse_integers(model, data)
         return {"rows": [{"W8A8 static MLPs": {key: round(each, 2) for key, each in self.sts(model).items()}}]}
 
-    def smooth(self) -> Record:
-        """W8A8 with smooth scales that the calibration chose."""
-        model, start = smoothed(self.dense, self.layers, "int8", self.calibration()), time.perf_counter()
+    def smooth(self, static: bool = False) -> Record:
+        """W8A8 with smooth scales that the calibration chose, and static ones where they fit."""
+        model, start = smoothed(self.dense, self.layers, self.calibration(), static), time.perf_counter()
         scores = {key: round(each, 2) for key, each in self.sts(model).items()}
         cosine = round(float((text.embeddings(model, self.held_out, self.device) * self.goal).sum(1).mean()), 4)
-        facts = {"evaluation s": round(time.perf_counter() - start, 1)}
-        return {"rows": [{"W8A8 smooth": scores | {"cosine": cosine}, **facts}]}
+        facts: dict[str, Any] = {"evaluation s": round(time.perf_counter() - start, 1)}
+        if static:
+            facts["layers with a scale per row"] = dynamic_layers(model)
+        return {"rows": [{f"W8A8 smooth{' static' * static}": scores | {"cosine": cosine}, **facts}]}
 
     def baseline(self, name: str) -> Record:
         """Another way to run the encoder in 8 bits."""
@@ -122,6 +124,7 @@ class MiniLM(Runner):
             "torch dynamic int8": partial(self.baseline, "torch dynamic int8"),
             "ONNX Runtime int8": partial(self.baseline, "ONNX Runtime int8"),
             "smooth": self.smooth,
+            "smooth static": partial(self.smooth, True),
             "static": self.static,
             "static MLPs": self.static_mlps,
             "floor": self.floor,

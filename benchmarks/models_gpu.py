@@ -5,7 +5,9 @@ of 576), and one decoder layer of an 8B model (4096, 14336): times do not depend
 layers are converted, embeddings and the head stay bfloat16, attention is torch's. Projections that read the same rows
 are one product in our dense layers and in "bfloat16, fused", which shows what that alone is worth. Our dense layers
 also apply the activations that follow them, and gate the outputs of gated MLPs: ``magicube_cutlass.nn.fuse``. "static
-MLP": the last layer of an MLP has a static scale, and the one before writes its integers; "static": all have one.
+MLP": the last layer of an MLP has a static scale, and the one before writes its integers; "static": all have one;
+"smooth static": all have smooth scales, and static ones but for the layers of SmolLM2 that keep a scale per row in
+``models_static_smollm.json``.
 ``graph``: milliseconds of a replay, median, all ways in turns; ``eager``: of a call without a graph, host included.
 ``compiled`` ways are compiled by torch: an encoder whole, a decoder layer by layer. ``error``: relative error of the
 layers' output against bfloat16's. ``decode``: a step for each of the batch's sequences over 1,024 cached tokens.
@@ -19,6 +21,7 @@ from __future__ import annotations
 import argparse
 import copy
 import importlib.util
+import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,10 +31,10 @@ from statistics import median
 from typing import Any
 
 import torch
-from harness.gpu_results import results_file, rounded, save
+from harness.gpu_results import RESULTS, results_file, rounded, save
 from harness.gpu_timing import replays
 from harness.machine import gpu_machine
-from harness.model_runner import fuse_integers
+from harness.model_runner import STATIC_ALPHA, fuse_integers
 from torch import Tensor, nn
 
 import magicube_cutlass as mc
@@ -40,15 +43,16 @@ CACHED = 1024
 HOST_CALLS = 10
 Config = mc.nn.QuantConfig | mc.nn.SparseQuantConfig
 STATIC = {"ours int8, static MLP": True, "ours int8, static": False}  # whether other layers of them stay dynamic
+SMOOTH_STATIC = "ours int8, smooth static"
 WAYS: dict[str, Config] = {
     "ours int8": mc.nn.QuantConfig("int8"),
-    **dict.fromkeys(STATIC, mc.nn.QuantConfig("int8")),
+    **dict.fromkeys((*STATIC, SMOOTH_STATIC), mc.nn.QuantConfig("int8")),
     "ours int4 g128, int8 rows": mc.nn.QuantConfig("int4", group_size=128),
     "ours int4 g128": mc.nn.QuantConfig("int4", group_size=128, act="none"),
     "ours e4m3": mc.nn.QuantConfig("e4m3"),
     **{f"ours sparse {s:g}": mc.nn.SparseQuantConfig(sparsity=s, vector_length=8, bits=8) for s in (0.5, 0.7, 0.9)},
 }
-PROFILED = ("bfloat16", "bfloat16, fused", "ours int8", *STATIC, "ours int4 g128", "ours sparse 0.9")
+PROFILED = ("bfloat16", "bfloat16, fused", "ours int8", *STATIC, SMOOTH_STATIC, "ours int4 g128", "ours sparse 0.9")
 
 
 @dataclass(frozen=True)
@@ -203,6 +207,9 @@ def converted(name: str, config: Config, batch: dict[str, Any]) -> Callable[[Any
     """What converts the layers of a model by a config, and fuses dense ones with what is around them."""
 
     def make(model: Any) -> None:
+        if name == SMOOTH_STATIC:
+            smooth_static(model, batch)
+            return
         mc.convert(model.layers, config, freeze=True, progress=False)
         if isinstance(config, mc.nn.QuantConfig):
             if name in STATIC:
@@ -211,6 +218,20 @@ def converted(name: str, config: Config, batch: dict[str, Any]) -> Callable[[Any
                 mc.nn.fuse(model, batch)
 
     return make
+
+
+def smooth_static(model: Any, batch: dict[str, Any]) -> None:
+    """Give the layers smooth and static scales as :func:`harness.model_runner.smoothed` does, and fuse them."""
+    if isinstance(model, Encoder):
+        raise ValueError("smooth scales of an encoder have no measured quality beside static ones")
+    plan = {"layers.*": mc.nn.QuantConfig("int8"), "*": None}
+    mc.convert(model, plan, data=[batch], smooth=STATIC_ALPHA, calibrate=[batch], freeze=True, progress=False)
+    if len(model.layers) == SIZES["smollm"][-1]:
+        rows = json.loads((RESULTS / "models_static_smollm.json").read_text())["smollm"]["rows"]
+        (row,) = (each for each in rows if each["name"] == "W8A8 smooth static")
+        for each in row["layers with a scale per row"]:
+            model.get_submodule(each.removeprefix("model.")).act_scale = None
+    mc.nn.fuse(model, batch)
 
 
 class FloatPart(nn.Module):

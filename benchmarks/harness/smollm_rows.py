@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import magicube_cutlass as mc
 from harness import text_models as text
 from harness.dlmc_data import Record
-from harness.model_runner import Runner, fuse_integers, quantized, smoothed
+from harness.model_runner import Runner, dynamic_layers, quantized, smoothed
 
 SPARSITIES = (0.1, 0.2, 0.3, 0.5, 0.7)
 FORMATS: dict[str, dict[str, Any]] = {
@@ -116,14 +116,12 @@ class SmolLM(Runner):
             return self.dense
         weight, *rest = kind.split()
         if "smooth" in rest:
-            return smoothed(self.dense, self.layers, "int8", self.batches(self.valid[:8]))
+            return smoothed(self.dense, self.layers, self.batches(self.valid[:8]), static="static" in rest)
         model = copy.deepcopy(self.dense)
         plan = {self.layers: mc.nn.QuantConfig(**FORMATS[weight]), "*": None}
         batches = self.batches(self.valid[:8])
         static = batches if rest == ["static"] else None
         mc.convert(model, plan, calibrate=static, freeze=True, progress=False)
-        if "MLPs" in rest:
-            fuse_integers(model, batches)
         return model
 
     def measured(self, model: nn.Module) -> dict[str, Any]:
@@ -141,10 +139,12 @@ class SmolLM(Runner):
 
     def format(self, kind: str) -> Record:
         """The row of a dense format."""
-        return {"rows": [self.measured(self.made(kind))]}
+        model = self.made(kind)
+        facts = {"layers with a scale per row": dynamic_layers(model)} if "static" in kind else {}
+        return {"rows": [self.measured(model) | facts]}
 
     def rows(self) -> dict[str, Callable[[], Record]]:
-        kinds = ("float32", "W8A8", "W8A8 smooth", "W8A8 static", "W8A8 static MLPs", "W4 g32", "e4m3")
+        kinds = ["float32", "W8A8", "W8A8 smooth", "W8A8 static", "W8A8 smooth static", "W4 g32", "e4m3"]
         found: dict[str, Callable[[], Record]] = {kind: partial(self.format, kind) for kind in kinds}
         for sparsity in SPARSITIES:
             own = {"method": "magnitude", "refit": False, "allocation": "uniform"}

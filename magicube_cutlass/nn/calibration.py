@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Mapping, Sized
 from contextlib import ExitStack
 from functools import partial
@@ -15,10 +14,6 @@ from magicube_cutlass.nn.config import SparseQuantConfig
 from magicube_cutlass.quantization.quantize import quantize
 
 __all__ = ["Calibrated", "calibrate"]
-
-# Of the largest value of all rows beside the median row's: one scale for all then leaves that row fewer than 8 of 127
-# steps. SmolLM2's perplexity goes from 21.6 to 37.7 with such scales (docs/lab/models.md).
-FAR = 16.0
 
 
 class Calibrated(nn.Module):
@@ -60,23 +55,15 @@ def _watch(
             rows.setdefault(layer, []).append(top[top > 0])
 
 
-def _tell_outliers(rows: Mapping[str, list[Tensor]]) -> None:
-    """Warn of layers whose rows one scale does not fit, from the largest magnitude of each row that is not zero."""
-    far = {}
-    for name, parts in rows.items():
-        top = torch.cat(parts)
-        ratio = float(top.amax() / top.median()) if top.numel() else 1.0
-        if ratio > FAR:
-            far[name] = ratio
-    if far:
-        worst = max(far, key=far.__getitem__)
-        warnings.warn(
-            f"one static scale does not fit the rows of {len(far)} of {len(rows)} layers: the largest value of "
-            f"{worst!r} is {far[worst]:.0f} times that of its median row (more than {FAR:.0f}). Set act_scale = None "
-            "there for a scale per row, or smooth them, and measure the model",
-            UserWarning,
-            stacklevel=4,
-        )
+def _ratio(rows: list[Tensor]) -> float:
+    """The largest value of all rows beside that of the median row, from the magnitudes (rows,) of each batch."""
+    top = torch.cat(rows)
+    return float(top.amax() / top.median()) if top.numel() else 1.0
+
+
+def _is_coarse(layer: Calibrated) -> bool:
+    """Whether the integers of activations have 8 bits or fewer."""
+    return getattr(layer, "act", "") != "e4m3" and getattr(layer.config, "act_bits", 8) <= 8
 
 
 def restore_modes(modes: dict[nn.Module, bool]) -> None:
@@ -87,9 +74,17 @@ def restore_modes(modes: dict[nn.Module, bool]) -> None:
 
 @torch.no_grad()
 def calibrate(
-    model: nn.Module, batches: Iterable[Any], *, clip: float | str = "max", progress: bool = True
+    model: nn.Module,
+    batches: Iterable[Any],
+    *,
+    clip: float | str = "max",
+    max_ratio: float = 4.0,
+    progress: bool = True,
 ) -> dict[str, float | None]:
-    """Run a model over sample inputs and set the static activation scale of each layer.
+    """Run a model over sample inputs and set the static activation scale of each layer that one scale fits.
+
+    ``s = max|x| / (2^(b - 1) - 1)`` of all rows x. Single rows far beyond the others, as language models have them,
+    leave the others few steps: a layer whose rows differ by more than `max_ratio` keeps a scale per row.
 
     Parameters
     ----------
@@ -101,24 +96,23 @@ def calibrate(
     clip : float or {"max", "mse"}, default "max"
         ``"max"`` covers the amax of all batches. A percentile in (0, 100] or ``"mse"`` is computed per batch and
         averaged; see :func:`magicube_cutlass.quantize`.
+    max_ratio : float, default 4
+        Largest ``max|x|`` of all rows, beside that of the median row, of a layer that gets a static scale: the median
+        row then has 31 or more of 127 steps. ``inf``: all get one. Of 8 bits and fewer with ``clip="max"``; integers of
+        16 bits, e4m3 and clipped scales have no limit.
     progress : bool, default True
         Show a progress bar.
 
     Returns
     -------
     dict
-        Scale per layer name; None for layers that no batch reached, and for formats without a static scale.
+        Scale per layer name; None for layers that no batch reached, whose rows differ by more than `max_ratio`, and for
+        formats without a static scale.
 
     Raises
     ------
     ValueError
-        For a model without such layers, no batches, or non-finite inputs.
-
-    Warns
-    -----
-    UserWarning
-        If ``clip="max"`` covers single rows whose values are more than 16 times those of the others, as language models
-        have them, so that integers of the others have few steps.
+        For a model without such layers, no batches, non-finite inputs, or a `max_ratio` below 1.
 
     Examples
     --------
@@ -128,6 +122,8 @@ def calibrate(
     >>> mc.nn.calibrate(model, [torch.full((2, 16), 1.27)], progress=False)
     {'0': 0.009999999776482582}
     """
+    if not max_ratio >= 1:
+        raise ValueError(f"max_ratio must be 1 or more, got {max_ratio}")
     layers = {name: each for name, each in model.named_modules() if isinstance(each, Calibrated)}
     if not layers:
         raise ValueError("model must have SparseQuantLinear or QuantLinear layers, got none: see convert")
@@ -148,10 +144,10 @@ def calibrate(
         raise ValueError("batches must hold at least one batch, got none")
     for layer, scales in seen.items():
         stacked = torch.stack(scales)  # (batches,)
-        layer.act_scale = stacked.amax() if clip == "max" else stacked.mean()
-    if clip == "max":
-        integers = {name: each for name, each in layers.items() if each in rows and getattr(each, "act", "") != "e4m3"}
-        _tell_outliers({name: rows[each] for name, each in integers.items()})
+        if clip != "max":
+            layer.act_scale = stacked.mean()
+        elif not _is_coarse(layer) or _ratio(rows[layer]) <= max_ratio:
+            layer.act_scale = stacked.amax()
     return {name: None if each.act_scale is None else float(each.act_scale) for name, each in layers.items()}
 
 

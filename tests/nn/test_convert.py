@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from pathlib import Path
 
 import pytest
@@ -173,29 +172,30 @@ def test_calibration_needs_layers_batches_and_finite_inputs() -> None:
     assert calibrate(two, [{"x": inputs()}], progress=False)["idle"] is None
 
 
-def test_rows_that_one_scale_does_not_fit_are_told() -> None:
-    model = nn.Sequential(nn.Linear(32, 64))
-    mc.convert(model, mc.nn.QuantConfig("int8"), progress=False)
+def test_layers_whose_rows_one_scale_does_not_fit_keep_a_scale_per_row() -> None:
+    def made(**options: object) -> nn.Sequential:
+        model = nn.Sequential(nn.Linear(32, 64))
+        mc.convert(model, mc.nn.QuantConfig(**options), progress=False)
+        return model
+
+    model = made(weight="int8")
     x = torch.cat([inputs().sign(), torch.zeros(9, 32)])  # rows of zeros are no rows to fit
-    x[0, 3] = 16.0
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        calibrate(model, [x], progress=False)
-        x[0, 3] = 17.0
-        calibrate(model, [x], clip="mse", progress=False)  # does not cover it
-    with pytest.warns(
-        UserWarning, match=r"of 1 of 1 layers: the largest value of '0' is 17 times that of its median row"
-    ):
-        scales = calibrate(model, [x[:4], x[4:]], progress=False)
-    assert scales["0"] == pytest.approx(17 / 127)
+    x[0, 3] = 4.0
+    assert calibrate(model, [x], progress=False)["0"] == pytest.approx(4 / 127)
+    x[0, 3] = 4.1
+    assert calibrate(model, [x[:4], x[4:]], progress=False) == {"0": None} and model[0].act_scale is None
+    assert calibrate(model, [x], max_ratio=4.2, progress=False)["0"] == pytest.approx(4.1 / 127)
+    assert calibrate(model, [x], max_ratio=float("inf"), progress=False)["0"] == pytest.approx(4.1 / 127)
+    assert calibrate(model, [x], clip="mse", progress=False)["0"] is not None  # does not cover it
+    assert calibrate(made(weight="e4m3"), [x], progress=False)["0"] is not None
+    for bits, is_static in ((8, False), (16, True)):
+        sparse = nn.Sequential(SparseQuantLinear.from_linear(nn.Linear(32, 64), sparsity=0.5, act_bits=bits))
+        assert (calibrate(sparse, [x], progress=False)["0"] is not None) == is_static
     model[0].smooth = torch.ones(32)
-    model[0].smooth[3] = 17.0
-    floats = nn.Sequential(nn.Linear(32, 64))
-    mc.convert(floats, mc.nn.QuantConfig("e4m3"), progress=False)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        calibrate(model, [x], progress=False)
-        calibrate(floats, [x], progress=False)
+    model[0].smooth[3] = 4.1
+    assert calibrate(model, [x], progress=False)["0"] == pytest.approx(1 / 127)
+    with pytest.raises(ValueError, match=r"max_ratio must be 1 or more, got 0\.5"):
+        calibrate(model, [x], max_ratio=0.5, progress=False)
 
 
 def test_sparsity_rises_as_published() -> None:

@@ -38,12 +38,14 @@ class Blocks(nn.Module):
         return x
 
 
-def made(*mlps: nn.Module, calibrated: bool = False, **options: Any) -> tuple[Any, Tensor]:
+def made(*mlps: nn.Module, calibrated: bool = False, smooth: float | None = None, **options: Any) -> tuple[Any, Tensor]:
     torch.manual_seed(0)
     model = Blocks(*(mlps or (Gated(True), Gated()))).eval()
     x = torch.randn(2, 5, 64, generator=torch.Generator().manual_seed(1))
     config = QuantConfig(**{"weight": "int8"} | options)
-    mc.convert(model, config, freeze=True, calibrate=[x] if calibrated else None, progress=False)
+    data: dict[str, Any] = {"calibrate": [x]} if calibrated else {}
+    data |= {"data": [x], "smooth": smooth} if smooth is not None else {}
+    mc.convert(model, config, freeze=True, progress=False, **data)
     if calibrated:
         for each in model.mlps:
             each.gate.act_scale = each.up.act_scale = None
@@ -59,7 +61,7 @@ def by_gemm(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     for each in model.modules():
         if isinstance(each, QuantLinear):
             joint: Any = each._joint
-            for layer in (each, *(() if joint is None else (joint.layer,))):
+            for layer in (each, *(() if joint is None else (joint.layer, joint.divided))):
                 layer.product().backend = "gemm"
             if joint is not None:
                 joint.gates_results = True
@@ -138,6 +140,46 @@ def test_smooth_scales_of_gate_and_up_divide_the_rows_once(monkeypatch: pytest.M
         assert float((each - want).norm() / want.norm()) < 2e-2
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("bias", [False, True])
+def test_integers_of_gated_results_are_divided_by_the_smooth_scale_of_their_reader(
+    bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    model, x = Blocks(Gated(bias)).eval(), torch.randn(9, 64)
+    model.mlps[0].up.weight[5] *= 40  # a feature of h far beyond the others
+    exact = model(x)
+    mc.convert(model, QuantConfig("int8"), data=[x], smooth=0.7, calibrate=[x], freeze=True, progress=False)
+    want, first = model(x), model.mlps[0]
+    assert first.down.act_scale is not None and float((want - exact).norm() / exact.norm()) < 2e-2
+    assert fuse(model, x).glu == {"mlps.0": "mlps.0.down"}
+    by_gemm(model, monkeypatch)
+    given: list[Tensor] = []
+
+    def see(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        given.append(inputs[0])
+
+    hook = model.mlps[0].down.register_forward_pre_hook(see)
+    got = model(x)
+    hook.remove()
+    h = first.act(first.gate(x)) * first.up(x) if isinstance(first.act, nn.SiLU) else first.gate(x) * first.up(x)
+    steps = h / first.down.smooth / first.down.act_scale
+    assert given[0].dtype == torch.int8 and bool(((given[0] - steps).abs() <= 0.51).all())
+    assert float((got - want).norm() / want.norm()) < 2e-2 and first.down.reads_kernel is False
+    with torch.inference_mode():
+        torch._dynamo.reset()
+        compiled = torch.compile(model, fullgraph=True, backend="eager")(x)
+    assert float((compiled - got).norm() / got.norm()) < 1e-2
+    model.mlps[0].down.smooth = first.down.smooth * 2  # another one: the plain module multiplies until eval()
+    joint = model.mlps[0].gate._joint
+    assert not joint.takes_glu(x)
+    joint.refresh()
+    by_gemm(model, monkeypatch)
+    assert joint.takes_glu(x) and torch.equal(joint.divided_by, model.mlps[0].down.smooth)
+    model.load_state_dict(copy.deepcopy(model.state_dict()))
+    assert not joint.is_current and torch.isfinite(model(x)).all() and joint.is_current
+
+
 def test_what_the_module_does_in_training_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
     class Dropped(Gated):
         def forward(self, x: Tensor) -> Tensor:
@@ -202,7 +244,7 @@ def test_all_steps_in_the_order_that_they_need() -> None:
     assert float((model(x) - want).norm() / want.norm()) < 1e-6
     again = fuse(model, x)
     assert again == (found.projections, {}, found.glu, found.quantization)  # activations are part of their layers
-    assert isinstance(model.mlps[0]._plain, Gated) and model.mlps[0].gate._joint.is_glu
+    assert isinstance(model.mlps[0]._plain, Gated) and model.mlps[0].gate._joint.reader is model.mlps[0].down
     assert float((model(x) - want).norm() / want.norm()) < 1e-6
     mc.nn.to_dense(model)
     assert isinstance(model.mlps[0], Gated) and isinstance(model.mlps[1][1], nn.GELU)

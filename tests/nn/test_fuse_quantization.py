@@ -54,6 +54,19 @@ def by_gemm(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
             each.product().backend = "gemm"
 
 
+def test_a_layer_whose_rows_are_divided_by_a_smooth_scale_reads_floats() -> None:
+    torch.manual_seed(0)
+    model, x = Block().eval(), normal(6, 64)
+    mc.convert(model, QuantConfig("int8"), freeze=True, data=[x], smooth=0.5, calibrate=[x], progress=False)
+    fuse_activations(model, x)
+    assert model.down.smooth is not None and model.down.act_scale is not None
+    assert fuse_quantization(model, x) == {}
+    model, x = block()
+    assert fuse_quantization(model, x) == {"up": "down"} and model.up._out_scale() is not None
+    model.down.smooth = torch.ones(96)
+    assert model.up._out_scale() is None
+
+
 def test_only_a_pair_that_nothing_else_reads_is_fused() -> None:
     model, x = block()
     want = model(x)

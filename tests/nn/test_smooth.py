@@ -34,6 +34,32 @@ def test_a_smoothed_layer_is_that_of_its_smoothed_input(dtype: torch.dtype) -> N
     assert torch.equal(layer.freeze()(x), y)
 
 
+def test_layers_that_read_the_same_rows_have_one_scale_and_one_product() -> None:
+    class Heads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.q, self.k, self.v = plain(), *(nn.Linear(40, n) for n in (16, 32, 48))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.first(x)
+            return torch.cat([self.q(y), self.k(y), self.v(y)], -1)
+
+    model, x = Heads().eval(), normal(50, 96)
+    with torch.no_grad():
+        model.k.weight[:, 7] *= 50
+        want = model(x)
+        mc.convert(model, QuantConfig("int8"), data=[x], smooth=0.5, freeze=True, progress=False)
+        top = plain()(x).abs().amax(0)
+    weights = torch.stack([each.weight.abs().amax(0) for each in (Heads().q, Heads().k, Heads().v)])  # (layers, in)
+    assert model.q.smooth.shape == (40,) and torch.equal(model.q.smooth, model.k.smooth)
+    assert torch.equal(model.q.smooth, model.v.smooth) and model.first.smooth.shape == (96,)
+    assert weights.shape == (3, 40) and bool((model.q.smooth[7] < 0.3 * (top / weights.amax(0)).sqrt()[7]).all())
+    with torch.no_grad():
+        assert float((model(x) - want).norm() / want.norm()) < 1e-2
+        assert mc.nn.fuse_projections(model, x) == (("q", "k", "v"),)
+        assert float((model(x) - want).norm() / want.norm()) < 1e-2
+
+
 def test_alpha_is_chosen_by_the_output() -> None:
     x = normal(50, 96)
     x[:, 3] *= 100

@@ -182,7 +182,9 @@ class _Readers(TorchFunctionMode):
         found = []
         for reader, makers in self.makers.items():
             maker = next(iter(makers)) if len(makers) == 1 else None
-            if maker is None or maker is reader or self.readers[maker] != {reader} or not reader.takes_integers:
+            if maker is None or maker is reader or self.readers[maker] != {reader}:
+                continue
+            if not reader.takes_integers or reader.smooth is not None:  # a scale per feature is no part of the epilogue
                 continue
             if maker.config.kind == ("int8", "int8", None) and maker.frozen and maker._joint is None:
                 found.append((maker, reader))
@@ -265,7 +267,8 @@ def fuse_glu(model: nn.Module, batch: Any) -> dict[str, str]:
 
     ``h = f(x W1^T + b1) * (x W2^T + b2)`` (N, d) is made in the epilogue of one GEMM, from float32 sums and rounded
     once, where two outputs (N, d) were written and read again: SwiGLU is ``f = silu``. If the layer that reads `h` has
-    a static scale, its integers are written. The model runs on a batch, which shows which modules compute ``down(f(
+    a static scale, its integers are written, and the second layer's scales are divided by a smooth scale that the rows
+    of `h` are to be divided by. The model runs on a batch, which shows which modules compute ``down(f(
     gate(x)) * up(x))`` for one tensor, of three of their children. Call :func:`fuse_projections` and
     :func:`fuse_activations` before. State dicts do not change. :func:`to_dense` puts the modules back.
 
@@ -304,6 +307,7 @@ def fuse_glu(model: nn.Module, batch: Any) -> dict[str, str]:
     """
     for gated in [each for each in model.modules() if isinstance(each, GatedMLP)]:
         replace_module(model, gated, gated._plain)
+        getattr(gated, gated._down)._gated_by = None
     found = {each: layers for each in model.modules() if each is not model and (layers := _gated_layers(each))}
     readers = {module: set(names[2]) for module, names in found.items()}  # that all calls agree with
     outputs: dict[nn.Module, Any] = {}
@@ -330,7 +334,7 @@ def fuse_glu(model: nn.Module, batch: Any) -> dict[str, str]:
             continue
         (down,), gate = readers[module], found[module][0]
         reader, joint = getattr(module, down), getattr(module, gate)._joint
-        joint.is_glu, reader._gated_by = True, joint
+        joint.gate_for(reader)
         reader.like = torch.empty(0, dtype=output.dtype, device=_device(reader))
         replace_module(model, module, GatedMLP(module, gate, down))
         fused[names[module]] = f"{names[module]}.{down}"

@@ -38,7 +38,8 @@ class JointProjection:
     def __init__(self, layers: Sequence[QuantLinear]) -> None:
         self.layers = tuple(layers)
         self.held: tuple[Tensor, tuple[int | None, bool], Tensor] | None = None  # rows, their state, output
-        self.is_current = self.is_glu = self.gates_results = False
+        self.is_current = self.gates_results = False
+        self.reader: QuantLinear | None = None  # of gated results, see fuse_glu
         self.renew()
 
     def renew(self) -> None:
@@ -67,12 +68,30 @@ class JointProjection:
                 each.bias = nn.Parameter(self.layer.bias.detach()[begin:end], requires_grad=False)
             each._joint, each._place = self, i
         self.gates_results = _gates_results(self.layer)
+        self._divide()
         self.is_current = True
+
+    def gate_for(self, reader: QuantLinear) -> None:
+        """Gate results for the layer that reads them."""
+        self.reader, reader._gated_by = reader, self
+        self._divide()
+
+    def _divide(self) -> None:
+        """Divide the second layer's scales and bias by the reader's smooth scale, for integers of ``h / smooth``."""
+        self.divided, self.divided_by = self.layer, None if self.reader is None else self.reader.smooth
+        if self.divided_by is not None and self.layer.config.kind == ("int8", "int8", None):
+            inverse = inverse_of(self.divided_by)  # (out,)
+            factors = torch.cat([torch.ones_like(inverse), inverse])  # (2 out,)
+            weight, bias = self.layer.stored_weight(), self.layer.bias
+            weight = replace(weight, scale=weight.scale * factors[:, None])
+            divided = None if bias is None else (bias.detach() * factors).to(bias.dtype)
+            self.divided = QuantLinear.from_quantized(weight, divided, self.layer.config)
 
     def refresh(self) -> None:
         """Join the layers again if one of them has other tensors."""
         scales = tuple(each.act_scale for each in self.layers)
-        if not self.is_current or any(a is not b for a, b in zip(scales, self.act_scales, strict=True)):
+        same = self._is_divided() and all(a is b for a, b in zip(scales, self.act_scales, strict=True))
+        if not self.is_current or not same:
             self.renew()
 
     def __call__(self, layer: QuantLinear, x: Tensor) -> Tensor:
@@ -98,6 +117,9 @@ class JointProjection:
         begin, end = self.rows[place]
         return activate(y[..., begin:end], layer.config.activation)
 
+    def _is_divided(self) -> bool:
+        return self.reader is None or self.reader._buffers["smooth"] is self.divided_by
+
     def takes_glu(self, x: Tensor) -> bool:
         """Whether :meth:`glu` takes rows: of an int8 layer, without gradients, by a kernel that gates its results."""
         if any(each._forward_pre_hooks or each._forward_hooks for each in self.layers):
@@ -105,27 +127,31 @@ class JointProjection:
         learns = torch.is_grad_enabled() and (x.requires_grad or any(_learns(each) for each in self.layers))
         scales = (each._buffers["act_scale"] is scale for each, scale in zip(self.layers, self.act_scales, strict=True))
         plain = x.is_floating_point() and x.dtype != torch.float64 and not learns
-        return self.is_current and self.gates_results and plain and all(scales)
+        return self.is_current and self.gates_results and plain and self._is_divided() and all(scales)
 
     def glu(self, x: Tensor, out_scale: Tensor | None) -> Tensor:
-        """Return ``f(y1) * y2`` (..., out) of two layers, or its integers by a scale (); f is of the first one."""
+        """Return ``h = f(y1) * y2`` (..., out) of two layers, or the reader's integers by its static scale ().
+
+        f is the first layer's activation.
+        """
         layer, activation = self.layer, self.layers[0].config.activation
+        writer = layer if out_scale is None else self.divided
         rows = x.reshape(-1, layer.in_features)
         rows = rows if layer.smooth is None else smoothed(rows, inverse_of(layer.smooth))
         dtype = x.dtype if out_scale is None else torch.int8
         if torch.compiler.is_compiling():
             integers, scales = linear_op.quantized_rows(rows, layer.act_scale)
             y = linear_op.quant_linear_rows(
-                integers, scales, layer.qweight, layer.scale, layer.bias, out_scale, activation or "", True, dtype
+                integers, scales, writer.qweight, writer.scale, writer.bias, out_scale, activation or "", True, dtype
             )
         else:
-            y = layer.product().by_gemm(rows, layer.act_scale, layer.bias, dtype, activation, out_scale, glu=True)
+            y = writer.product().by_gemm(rows, layer.act_scale, writer.bias, dtype, activation, out_scale, glu=True)
         return y.view(*x.shape[:-1], layer.out_features // 2)
 
     def explain(self, rows: int | None) -> Explanation:
         """Report the joint product."""
         found, count = self.layer.explain(rows), len(self.layers)
-        is_gated = self.is_glu and self.gates_results
+        is_gated = self.reader is not None and self.gates_results
         gates = "; its epilogue multiplies the results of the second by the activation of the first" if is_gated else ""
         return replace(found, text=f"one product for {count} layers that read the same rows: {found.text}{gates}")
 

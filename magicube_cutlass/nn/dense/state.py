@@ -106,23 +106,26 @@ class QuantState(Calibrated):
     def _forget(self) -> None:
         """Drop what was derived from the tensors."""
         self._product = self._made_of = self._made_by = None
-        if self._joint is not None:
-            self._joint.is_current = False
+        for joint in (self._joint, self._gated_by):
+            if joint is not None:
+                joint.is_current = False
 
     @property
     def takes_integers(self) -> bool:
-        """Whether rows may be int8, quantized by the static scale: frozen int8 layers that have one, and no groups."""
-        plain = self.config.kind == ("int8", "int8", None) and self._joint is None and self.smooth is None
+        """Whether rows may be int8, ``x / smooth`` by the static scale: frozen int8 layers with one, without groups."""
+        plain = self.config.kind == ("int8", "int8", None) and self._joint is None
         return plain and self.qweight is not None and self.act_scale is not None
 
     @property
     def reads_kernel(self) -> bool:
         """Whether a kernel of this library writes the rows, so that a compiler has nothing to fuse with them."""
-        return self._gated_by is not None and self._gated_by.is_current and self._gated_by.gates_results
+        joint = self._gated_by
+        return joint is not None and joint.is_current and joint.gates_results and self.smooth is None
 
     def _out_scale(self) -> Tensor | None:
         """The scale of the integers that the next layer takes, if it does."""
-        return self._next.act_scale if self._next is not None and self._next.takes_integers else None
+        reader = self._next
+        return reader.act_scale if reader is not None and reader.takes_integers and reader.smooth is None else None
 
     def empty_weight(self, device: torch.device | str | None = None) -> None:
         """Drop the master weight for empty buffers of a frozen layer, to be loaded."""

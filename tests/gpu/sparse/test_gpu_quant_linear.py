@@ -256,12 +256,12 @@ def test_a_layer_writes_the_integers_of_the_next(dtype: torch.dtype, compiled: C
 
 
 @needs_warp_groups
-@pytest.mark.parametrize("calibrated", [False, True])
+@pytest.mark.parametrize(("calibrated", "smooth"), [(False, None), (True, None), (False, 0.7), (True, 0.7)])
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
 def test_the_joint_product_of_a_gated_mlp_gates_its_results(
-    dtype: torch.dtype, calibrated: bool, compiled: Callable[..., Any]
+    dtype: torch.dtype, calibrated: bool, smooth: float | None, compiled: Callable[..., Any]
 ) -> None:
-    model, x = made(calibrated=calibrated)
+    model, x = made(calibrated=calibrated, smooth=smooth)
     model, x = model.to("cuda", dtype), torch.randn(70, 64, device="cuda", dtype=dtype)
     with torch.inference_mode():
         want = model(x)
@@ -270,6 +270,7 @@ def test_the_joint_product_of_a_gated_mlp_gates_its_results(
             y = model(x)
             assert y.dtype == dtype and float((y.double() - want.double()).norm() / want.double().norm()) < 1e-2
         assert "multiplies the results of the second" in str(model.mlps[0].gate.explain())
+        assert model.mlps[0].gate._joint.takes_glu(x)
         again = compiled(model)(x)
         assert float((again.double() - y.double()).norm() / y.double().norm()) < 1e-2
         replayed(model, x)
