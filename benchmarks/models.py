@@ -86,16 +86,16 @@ class MiniLM(Runner):
                 nn.init.zeros_(layer.weight)
         return {"rows": [{"STS-B": {key: round(each, 2) for key, each in self.sts(model).items()}}]}
 
-    def static(self) -> Record:
-        model = quantized(self.dense, self.layers, self.device, self.calibration())
-        return {"rows": [{"W8A8 static": {key: round(each, 2) for key, each in self.sts(model).items()}}]}
-
-    def static_mlps(self) -> Record:
-        """Dense W8A8: the second layer of each MLP has a static scale, and the first one writes its integers."""
+    def static(self, name: str) -> Record:
+        """Dense W8A8 with static scales where they fit, everywhere, or in the second layer of each MLP."""
         model, data = copy.deepcopy(self.dense), self.calibration()
         mc.convert(model, {self.layers: mc.nn.QuantConfig("int8"), "*": None}, freeze=True, progress=False)
-        fuse_integers(model, data)
-        return {"rows": [{"W8A8 static MLPs": {key: round(each, 2) for key, each in self.sts(model).items()}}]}
+        if name == "static":
+            mc.nn.calibrate(model, data, progress=False)
+        else:
+            fuse_integers(model, data, only_last=name == "static MLPs")
+        facts = {"layers with a scale per row": dynamic_layers(model)}
+        return {"rows": [{f"W8A8 {name}": {key: round(each, 2) for key, each in self.sts(model).items()}} | facts]}
 
     def smooth(self, static: bool = False) -> Record:
         """W8A8 with smooth scales that the calibration chose, and static ones where they fit."""
@@ -125,8 +125,7 @@ class MiniLM(Runner):
             "ONNX Runtime int8": partial(self.baseline, "ONNX Runtime int8"),
             "smooth": self.smooth,
             "smooth static": partial(self.smooth, True),
-            "static": self.static,
-            "static MLPs": self.static_mlps,
+            **{name: partial(self.static, name) for name in ("static", "static everywhere", "static MLPs")},
             "floor": self.floor,
         }
         for refit in (True, False):
@@ -220,7 +219,8 @@ def main() -> None:
     results = json.loads(args.out.read_text()) if args.out.is_file() and not args.fresh else {}
     if args.merge:
         sections = [json.loads(path.read_text())[args.model] for path in args.merge]
-        save(results | {args.model: merged(sections)}, args.out)
+        found = merged(sections)
+        save({"machine": found["machine"]} | results | {args.model: found}, args.out)
         return
     torch.manual_seed(0)
     runner: Runner = MiniLM(args) if args.model == "minilm" else SmolLM(args)

@@ -220,17 +220,27 @@ def converted(name: str, config: Config, batch: dict[str, Any]) -> Callable[[Any
     return make
 
 
+def more_tokens(x: Tensor) -> dict[str, Tensor]:
+    """Random tokens or hidden states like `x`, 1,024 of one sequence, and their positions."""
+    positions = torch.arange(CACHED, device=x.device)[None]
+    if x.is_floating_point():
+        return {"x": torch.randn(1, CACHED, x.shape[-1], device=x.device, dtype=x.dtype), "positions": positions}
+    return {"x": torch.randint(0, 1000, (1, CACHED), device=x.device), "positions": positions}
+
+
 def smooth_static(model: Any, batch: dict[str, Any]) -> None:
     """Give the layers smooth and static scales as :func:`harness.model_runner.smoothed` does, and fuse them."""
     if isinstance(model, Encoder):
         raise ValueError("smooth scales of an encoder have no measured quality beside static ones")
     plan = {"layers.*": mc.nn.QuantConfig("int8"), "*": None}
-    mc.convert(model, plan, data=[batch], smooth=STATIC_ALPHA, calibrate=[batch], freeze=True, progress=False)
+    data = [batch | {"caches": None, **more_tokens(batch["x"])} for _ in range(4)]
+    mc.convert(model, plan, data=data, smooth=STATIC_ALPHA, calibrate=data, freeze=True, progress=False)
     if len(model.layers) == SIZES["smollm"][-1]:
         rows = json.loads((RESULTS / "models_static_smollm.json").read_text())["smollm"]["rows"]
         (row,) = (each for each in rows if each["name"] == "W8A8 smooth static")
         for each in row["layers with a scale per row"]:
             model.get_submodule(each.removeprefix("model.")).act_scale = None
+    mc.nn.fold_smooth(model, batch)
     mc.nn.fuse(model, batch)
 
 
@@ -359,6 +369,7 @@ def main() -> None:
     results: dict[str, Any] = {"machine": gpu_machine() if device == "cuda" else {}, "weights": "random", "cases": []}
     made: tuple[str, dict[str, nn.Module]] = ("", {})
     torch._dynamo.config.allow_unspec_int_on_nn_module = True  # a layer's index is not a constant of its graph
+    torch._dynamo.config.recompile_limit = 64  # all ways share the code of a layer
     with torch.inference_mode():
         cases = QUICK if args.quick else [case for part in args.only for case in CASES if part in case.name]
         for case in cases:

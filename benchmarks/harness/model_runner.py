@@ -55,7 +55,7 @@ def dynamic_layers(model: nn.Module) -> list[str]:
 
 def fuse_integers(model: nn.Module, data: Sequence[dict[str, Any]], only_last: bool = True) -> None:
     """Give static scales to the last layers of MLPs, or to all, and have the layers before the last write integers."""
-    mc.nn.calibrate(model, data, progress=False)
+    mc.nn.calibrate(model, data, max_ratio=float("inf"), progress=False)
     fused = mc.nn.fuse(model, data[0])
     last = {*fused.quantization.values(), *fused.glu.values()}
     if not last:

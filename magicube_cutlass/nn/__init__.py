@@ -9,7 +9,7 @@ from magicube_cutlass.nn.dense.embedding import QuantEmbedding
 from magicube_cutlass.nn.dense.fuse import fuse, fuse_activations, fuse_glu, fuse_quantization
 from magicube_cutlass.nn.dense.linear import QuantLinear, quantize_weight
 from magicube_cutlass.nn.dense.projections import fuse_projections
-from magicube_cutlass.nn.dense.smooth import smooth
+from magicube_cutlass.nn.dense.smooth import fold_smooth, smooth
 from magicube_cutlass.nn.flop_formulas import register_formulas
 from magicube_cutlass.nn.linear import SparseQuantLinear
 from magicube_cutlass.nn.report import ConversionReport, ConversionRow
@@ -32,6 +32,7 @@ __all__ = [
     "SparseQuantLinear",
     "calibrate",
     "convert",
+    "fold_smooth",
     "fuse",
     "fuse_activations",
     "fuse_glu",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -58,6 +60,69 @@ def test_layers_that_read_the_same_rows_have_one_scale_and_one_product() -> None
         assert float((model(x) - want).norm() / want.norm()) < 1e-2
         assert mc.nn.fuse_projections(model, x) == (("q", "k", "v"),)
         assert float((model(x) - want).norm() / want.norm()) < 1e-2
+
+
+class GemmaRMSNorm(nn.Module):
+    """Multiplies by 1 + w: its weight times a factor is another norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(normal(96) / 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.rms_norm(x, (96,)) * (1 + self.weight)
+
+
+class Block(nn.Module):
+    """Norms read by quantized layers alone, by something else too, by layers of other scales, and of another kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alone, self.shared, self.two = nn.RMSNorm(96), nn.LayerNorm(96), nn.LayerNorm(96)
+        self.gemma, self.act = GemmaRMSNorm(), nn.SiLU()
+        for name in ("q", "k", "of_shared", "first", "second", "of_gemma"):
+            setattr(self, name, nn.Linear(96, 96))
+        for norm in (self.alone, self.shared, self.two):
+            nn.init.normal_(norm.weight, 1.0, 0.2)
+        nn.init.normal_(self.two.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.alone(x)
+        x = x + self.q(y) * self.k(y)
+        y = self.shared(x)
+        x = y + self.of_shared(y)
+        y = self.two(x)
+        x = x + self.first(y) + self.act(self.second(y))
+        return x + self.of_gemma(self.gemma(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.no_grad()
+def test_norms_that_quantized_layers_alone_read_take_their_smooth_scale(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model, x = Block().eval().to(dtype), normal(50, 96).to(dtype)
+    x[:, 3] *= 30
+    want = model(x).float()
+    mc.convert(model, QuantConfig("int8"), data=[x], smooth=0.5, freeze=True, calibrate=[x], progress=False)
+    other = copy.deepcopy(model)
+    other.second.smooth = other.second.smooth * 2
+    before = model(x).float()
+    norms = {n: each.clone() for n, each in model.state_dict().items() if n.startswith(("shared", "gemma"))}
+    assert mc.nn.fold_smooth(model, x) == {"alone": ("q", "k"), "two": ("first", "second")}
+    assert model.q.smooth is None and model.second.smooth is None and model.of_shared.smooth is not None
+    assert all(torch.equal(model.state_dict()[n], each) for n, each in norms.items())
+    got = model(x).float()
+    assert float((got - before).norm() / want.norm()) < (1e-3 if dtype == torch.float32 else 2e-2)
+    assert float((got - want).norm() / want.norm()) < 2e-2
+    assert mc.nn.fold_smooth(model, x) == {} and torch.equal(model(x).float(), got)
+    again = Block().eval().to(dtype)
+    mc.convert(again, QuantConfig("int8"), freeze=True, progress=False)
+    again.load_state_dict(model.state_dict())
+    assert torch.equal(again(x).float(), got)
+    assert mc.nn.fold_smooth(other, x) == {"alone": ("q", "k")}
+    unfrozen = Block().eval().to(dtype)
+    mc.convert(unfrozen, QuantConfig("int8"), data=[x], smooth=0.5, progress=False)
+    assert mc.nn.fold_smooth(unfrozen, x) == {}
 
 
 def test_alpha_is_chosen_by_the_output() -> None:

@@ -132,19 +132,19 @@ def _apply(layer: nn.Module, inputs: tuple[Any, ...], output: Tensor, *, name: s
     return activate(output, name)
 
 
-class _Readers(TorchFunctionMode):
-    """Who reads the outputs of quantized layers in a run: such layers, by their rows, or anything else."""
+class Readers(TorchFunctionMode):
+    """Who reads the outputs of modules in a run: quantized layers, by their rows, or anything else."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.made: dict[int, tuple[QuantLinear, ref[Tensor]]] = {}  # by the identity of an output
-        self.makers: dict[QuantLinear, set[QuantLinear | None]] = {}  # who made the rows of a layer
-        self.readers: dict[QuantLinear, set[QuantLinear | None]] = {}  # who reads the output of a layer; None: no layer
+        self.made: dict[int, tuple[nn.Module, ref[Tensor]]] = {}  # by the identity of an output
+        self.makers: dict[QuantLinear, set[nn.Module | None]] = {}  # who made the rows of a layer
+        self.readers: dict[nn.Module, set[QuantLinear | None]] = {}  # who reads the output of a module; None: no layer
         self.dtypes: dict[QuantLinear, torch.dtype] = {}  # of outputs
         self.inside = 0  # layers
 
-    def maker_of(self, x: object) -> QuantLinear | None:
-        """Return the layer whose output a tensor is."""
+    def maker_of(self, x: object) -> nn.Module | None:
+        """Return the module whose output a tensor is."""
         maker, output = self.made.get(id(x), (None, None))
         return maker if output is not None and output() is x else None  # else another tensor has the identity now
 
@@ -160,8 +160,13 @@ class _Readers(TorchFunctionMode):
     def after(self, layer: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
         """Take note of an output."""
         assert isinstance(layer, QuantLinear)
-        self.made[id(output)], self.dtypes[layer] = (layer, ref(output)), output.dtype
+        self.add(layer, inputs, output)
+        self.dtypes[layer] = output.dtype
         self.inside -= 1
+
+    def add(self, module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
+        """Take note of an output of any module."""
+        self.made[id(output)] = module, ref(output)
 
     def read(self, values: object) -> None:
         """Take note of outputs among values that something else than a layer reads."""
@@ -182,7 +187,7 @@ class _Readers(TorchFunctionMode):
         found = []
         for reader, makers in self.makers.items():
             maker = next(iter(makers)) if len(makers) == 1 else None
-            if maker is None or maker is reader or self.readers[maker] != {reader}:
+            if not isinstance(maker, QuantLinear) or maker is reader or self.readers[maker] != {reader}:
                 continue
             if not reader.takes_integers or reader.smooth is not None:  # a scale per feature is no part of the epilogue
                 continue
@@ -234,7 +239,7 @@ def fuse_quantization(model: nn.Module, batch: Any) -> dict[str, str]:
     names = {each: name for name, each in model.named_modules() if isinstance(each, QuantLinear)}
     for layer in names:
         layer.__dict__.pop("_next", None)
-    run = _Readers()
+    run = Readers()
     with ExitStack() as stack, torch.no_grad():
         stack.callback(restore_modes, {each: each.training for each in model.modules()})
         model.eval()

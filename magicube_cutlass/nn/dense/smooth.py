@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from cute_kernels.gemm.epilogue import activate
 from magicube_cutlass.nn.auto_plan import first_outputs, output_error
 from magicube_cutlass.nn.calibration import forward_batch, restore_modes, shown
+from magicube_cutlass.nn.dense.fuse import Readers
 from magicube_cutlass.nn.dense.linear import QuantLinear
+from magicube_cutlass.nn.dense.product import inverse_of
 
 ALPHAS = (None, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)  # that "auto" tries
 
@@ -165,3 +167,91 @@ def smooth(
         chosen = alpha
     _set_scales(seen, chosen)
     return {name: each.smooth for name, each in layers.items() if each.smooth is not None}
+
+
+@torch.no_grad()
+def fold_smooth(model: nn.Module, batch: Any) -> dict[str, tuple[str, ...]]:
+    """Divide the weights of norms by the smooth scales of the layers that read them, in place.
+
+    ``norm(x) / s = f(x) (w / s) [+ b / s]``: layers that alone read the output of an RMS or layer norm then take it as
+    it comes, and lose their smooth scale. The model runs on a batch, which shows who reads what. Weights are rounded to
+    their dtype, bfloat16 within 0.2%. Afterwards the state dict is that of the folded model: the state of the model
+    before would undo it. Call this before :func:`fuse`.
+
+    Parameters
+    ----------
+    model : nn.Module
+        As :func:`magicube_cutlass.convert` with `smooth` and ``freeze=True`` left it. It runs in evaluation mode; the
+        mode of each module is restored.
+    batch : Tensor, tuple, list or mapping
+        An input, as for :func:`magicube_cutlass.nn.calibrate`. It must reach all that the model does.
+
+    Returns
+    -------
+    dict
+        Names of the layers per name of a norm.
+
+    References
+    ----------
+    .. [1] Xiao et al., SmoothQuant, ICML 2023, section 4.
+
+    Examples
+    --------
+    >>> import torch, magicube_cutlass as mc
+    >>> model, x = torch.nn.Sequential(torch.nn.LayerNorm(64), torch.nn.Linear(64, 8)), torch.randn(4, 64)
+    >>> report = mc.convert(model, mc.nn.QuantConfig("int8"), data=[x], smooth=0.5, freeze=True)
+    >>> mc.nn.fold_smooth(model, x)
+    {'0': ('1',)}
+    """
+    names = {each: name for name, each in model.named_modules()}
+    layers = [each for each in names if isinstance(each, QuantLinear)]
+    run, rows = Readers(), dict[nn.Module, Tensor]()
+
+    def keep(norm: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        if inputs and isinstance(inputs[0], Tensor) and isinstance(output, Tensor):
+            rows[norm] = inputs[0]
+            run.add(norm, inputs, output)
+
+    with ExitStack() as stack:
+        stack.callback(restore_modes, {each: each.training for each in model.modules()})
+        model.eval()
+        for layer in layers:
+            stack.callback(layer.register_forward_pre_hook(run.before).remove)
+            stack.callback(layer.register_forward_hook(run.after).remove)
+        for each in names:
+            if type(each).__name__.endswith(("RMSNorm", "LayerNorm")):
+                stack.callback(each.register_forward_hook(keep).remove)
+        with run:
+            output = forward_batch(model, batch)
+        run.read(output)
+    folded = {}
+    for norm, x in rows.items():
+        found = [each for each in layers if each in run.readers.get(norm, ())]
+        if not found or None in run.readers[norm] or any(run.makers[each] != {norm} for each in found):
+            continue
+        scales = [each.smooth for each in found if each.frozen and each.smooth is not None]
+        same = len(scales) == len(found) and all(torch.equal(each, scales[0]) for each in scales)
+        if same and _divide(norm, x, scales[0]):
+            for each in found:
+                each.smooth = None
+                each._forget()
+            folded[names[norm]] = tuple(names[each] for each in found)
+    return folded
+
+
+def _divide(norm: nn.Module, x: Tensor, smooth: Tensor) -> bool:
+    """Divide what a norm gives by a scale per feature, if its weight and bias do so."""
+    factors = inverse_of(smooth)  # (in,)
+    weight, bias = norm._parameters.get("weight"), norm._parameters.get("bias")
+    mine = [each for each in (weight, bias) if each is not None]
+    if weight is None or any(each.shape != factors.shape for each in mine):
+        return False
+    before, want = [each.detach().clone() for each in mine], norm(x).float() * factors
+    for each in mine:
+        each.copy_(each.float() * factors)
+    most = max(torch.finfo(weight.dtype).eps, 1e-5)  # two roundings of 16 bits; sums of float32
+    if bool((norm(x).float() - want).norm() <= most * want.norm()):
+        return True
+    for each, old in zip(mine, before, strict=True):  # such as one that multiplies by 1 + w
+        each.copy_(old)
+    return False
