@@ -120,6 +120,10 @@ def test_norms_that_quantized_layers_alone_read_take_their_smooth_scale(dtype: t
     again.load_state_dict(model.state_dict())
     assert torch.equal(again(x).float(), got)
     assert mc.nn.fold_smooth(other, x) == {"alone": ("q", "k")}
+    tied = Block().eval().to(dtype)
+    mc.convert(tied, QuantConfig("int8"), data=[x], smooth=0.5, freeze=True, progress=False)
+    tied.shared.weight = tied.alone.weight
+    assert mc.nn.fold_smooth(tied, x) == {"two": ("first", "second")}
     unfrozen = Block().eval().to(dtype)
     mc.convert(unfrozen, QuantConfig("int8"), data=[x], smooth=0.5, progress=False)
     assert mc.nn.fold_smooth(unfrozen, x) == {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -174,9 +175,9 @@ def fold_smooth(model: nn.Module, batch: Any) -> dict[str, tuple[str, ...]]:
     """Divide the weights of norms by the smooth scales of the layers that read them, in place.
 
     ``norm(x) / s = f(x) (w / s) [+ b / s]``: layers that alone read the output of an RMS or layer norm then take it as
-    it comes, and lose their smooth scale. The model runs on a batch, which shows who reads what. Weights are rounded to
-    their dtype, bfloat16 within 0.2%. Afterwards the state dict is that of the folded model: the state of the model
-    before would undo it. Call this before :func:`fuse`.
+    it comes, and lose their smooth scale. The model runs on a batch, which shows who reads what; norms that share a
+    weight are left as they are. Weights are rounded to their dtype, bfloat16 within 0.2%. Afterwards the state dict is
+    that of the folded model: the state of the model before would undo it. Call this before :func:`fuse`.
 
     Parameters
     ----------
@@ -205,6 +206,7 @@ def fold_smooth(model: nn.Module, batch: Any) -> dict[str, tuple[str, ...]]:
     """
     names = {each: name for name, each in model.named_modules()}
     layers = [each for each in names if isinstance(each, QuantLinear)]
+    holders = Counter(each for module in names for each in module._parameters.values() if each is not None)
     run, rows = Readers(), dict[nn.Module, Tensor]()
 
     def keep(norm: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
@@ -231,7 +233,8 @@ def fold_smooth(model: nn.Module, batch: Any) -> dict[str, tuple[str, ...]]:
             continue
         scales = [each.smooth for each in found if each.frozen and each.smooth is not None]
         same = len(scales) == len(found) and all(torch.equal(each, scales[0]) for each in scales)
-        if same and _divide(norm, x, scales[0]):
+        own = all(holders[each] == 1 for each in norm._parameters.values() if each is not None)
+        if same and own and _divide(norm, x, scales[0]):
             for each in found:
                 each.smooth = None
                 each._forget()
