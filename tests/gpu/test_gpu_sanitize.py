@@ -68,9 +68,10 @@ FEW = (
 
 
 def before(a: OperandFormat, b: OperandFormat) -> list[ScaledGemmConfig]:
-    """Kernels in tiles of 256 and of 128 columns, of operands that are decoded before."""
+    """Kernels in tiles of 256 and of 128 columns, of operands that are decoded before; pairs and adjacent columns."""
     halves = a.block > 0 or b.block > 0
-    return candidates(dequantized_format(a, halves), dequantized_format(b, halves), "sm_90a")[:2]
+    found = candidates(dequantized_format(a, halves), dequantized_format(b, halves), "sm_90a")[:2]
+    return [*found, *(each.side_by_side for each in found)]
 
 
 SPMM: list[SpmmKernel] = [
@@ -217,20 +218,27 @@ def test_float_product_of_few_rows(pair: tuple[OperandFormat, OperandFormat], si
 @pytest.mark.parametrize("pair", FEW, ids=lambda pair: f"{pair[0].name}-{pair[1].name}")
 @pytest.mark.configs([c for pair in FEW for c in before(*pair)])
 def test_float_product_of_operands_that_are_decoded_before(pair: tuple[OperandFormat, OperandFormat]) -> None:
-    a, b = operand(pair[0], 150, 777, 1), operand(pair[1], 300, 777, 2)
-    for config in before(*pair):
-        assert torch.equal(run(a, b, config, torch.empty(150, 300, device="cuda")).double(), exact(a, b)), config.name
+    for n in (300, 288):  # adjacent columns are of multiples of 32
+        a, b = operand(pair[0], 150, 777, 1), operand(pair[1], n, 777, 2)
+        for config in before(*pair):
+            got = run(a, b, config, torch.empty(150, n, device="cuda"))
+            assert torch.equal(got.double(), exact(a, b)), config.name
 
 
 @needs_warp_groups
 @pytest.mark.configs(
-    [c for tiles in (False, True) for c in candidates(LINES, FEW[0][0]._replace(tiles=tiles), "sm_90a")]
+    [
+        found
+        for tiles in (False, True)
+        for c in candidates(LINES, FEW[0][0]._replace(tiles=tiles), "sm_90a")
+        for found in (c, c.side_by_side)
+    ]
 )
 def test_float_product_of_scales_of_128_values() -> None:
-    for tiles in (False, True):
-        a, b = operand(LINES, 150, 777, 1), operand(FEW[0][0]._replace(tiles=tiles), 500, 777, 2)
+    for tiles, n in ((False, 500), (True, 500), (False, 512), (True, 512)):
+        a, b = operand(LINES, 150, 777, 1), operand(FEW[0][0]._replace(tiles=tiles), n, 777, 2)
         for config in candidates(a.format, b.format, "sm_90a"):
-            got = run(a, b, config, torch.empty(150, 500, device="cuda"))
+            got = run(a, b, config.side_by_side, torch.empty(150, n, device="cuda"))
             assert torch.equal(got.double(), exact(a, b)), config.name
 
 
