@@ -124,6 +124,8 @@ def test_norms_that_quantized_layers_alone_read_take_their_smooth_scale(dtype: t
     mc.convert(tied, QuantConfig("int8"), data=[x], smooth=0.5, freeze=True, progress=False)
     tied.shared.weight = tied.alone.weight
     assert mc.nn.fold_smooth(tied, x) == {"two": ("first", "second")}
+    with pytest.raises(ValueError, match="model must have QuantLinear layers, got none: see convert"):
+        mc.nn.fold_smooth(Block(), x)
     unfrozen = Block().eval().to(dtype)
     mc.convert(unfrozen, QuantConfig("int8"), data=[x], smooth=0.5, progress=False)
     assert mc.nn.fold_smooth(unfrozen, x) == {}

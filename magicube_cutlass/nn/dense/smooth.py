@@ -192,6 +192,11 @@ def fold_smooth(model: nn.Module, batch: Any) -> dict[str, tuple[str, ...]]:
     dict
         Names of the layers per name of a norm.
 
+    Raises
+    ------
+    ValueError
+        For a model without :class:`QuantLinear` layers.
+
     References
     ----------
     .. [1] Xiao et al., SmoothQuant, ICML 2023, section 4.
@@ -206,6 +211,8 @@ def fold_smooth(model: nn.Module, batch: Any) -> dict[str, tuple[str, ...]]:
     """
     names = {each: name for name, each in model.named_modules()}
     layers = [each for each in names if isinstance(each, QuantLinear)]
+    if not layers:
+        raise ValueError("model must have QuantLinear layers, got none: see convert")
     holders = Counter(each for module in names for each in module._parameters.values() if each is not None)
     run, rows = Readers(), dict[nn.Module, Tensor]()
 
