@@ -69,8 +69,8 @@ FEW = (
 
 def before(a: OperandFormat, b: OperandFormat) -> list[ScaledGemmConfig]:
     """Kernels in tiles of 256 and of 128 columns, of operands that are decoded before; pairs and adjacent columns."""
-    halves = a.block > 0 or b.block > 0
-    found = candidates(dequantized_format(a, halves), dequantized_format(b, halves), "sm_90a")[:2]
+    bfloat16 = a.block > 0 or b.block > 0
+    found = candidates(dequantized_format(a, bfloat16), dequantized_format(b, bfloat16), "sm_90a")[:2]
     return [*found, *(each.side_by_side for each in found)]
 
 

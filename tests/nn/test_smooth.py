@@ -131,6 +131,23 @@ def test_norms_that_quantized_layers_alone_read_take_their_smooth_scale(dtype: t
     assert mc.nn.fold_smooth(unfrozen, x) == {}
 
 
+@torch.no_grad()
+def test_a_norm_that_the_model_returns_is_not_folded() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.q = nn.LayerNorm(96), nn.Linear(96, 40)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            y = self.norm(x)
+            return y, self.q(y)
+
+    model, x = Two().eval(), normal(50, 96)
+    want = model(x)[0]
+    mc.convert(model, QuantConfig("int8"), data=[x], smooth=0.5, freeze=True, progress=False)
+    assert mc.nn.fold_smooth(model, x) == {} and torch.equal(model(x)[0], want)
+
+
 def test_alpha_is_chosen_by_the_output() -> None:
     x = normal(50, 96)
     x[:, 3] *= 100

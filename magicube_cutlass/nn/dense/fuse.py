@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -143,6 +143,19 @@ class Readers(TorchFunctionMode):
         self.dtypes: dict[QuantLinear, torch.dtype] = {}  # of outputs
         self.inside = 0  # layers
 
+    def watch(self, model: nn.Module, batch: Any, layers: Iterable[Any], others: Iterable[nn.Module] = ()) -> None:
+        """Run a model in evaluation mode; `others` are modules whose readers are of interest, beside the layers."""
+        with ExitStack() as stack:
+            stack.callback(restore_modes, {each: each.training for each in model.modules()})
+            model.eval()
+            for layer in layers:
+                stack.callback(layer.register_forward_pre_hook(self.before).remove)
+                stack.callback(layer.register_forward_hook(self.after).remove)
+            for each in others:
+                stack.callback(each.register_forward_hook(self.add).remove)
+            with self, torch.no_grad():
+                self.read(forward_batch(model, batch))
+
     def maker_of(self, x: object) -> nn.Module | None:
         """Return the module whose output a tensor is."""
         maker, output = self.made.get(id(x), (None, None))
@@ -187,9 +200,8 @@ class Readers(TorchFunctionMode):
         found = []
         for reader, makers in self.makers.items():
             maker = next(iter(makers)) if len(makers) == 1 else None
-            if not isinstance(maker, QuantLinear) or maker is reader or self.readers[maker] != {reader}:
-                continue
-            if not reader.takes_integers or reader.smooth is not None:  # a scale per feature is no part of the epilogue
+            reads = reader.takes_integers and reader.smooth is None  # a scale per feature is no part of the epilogue
+            if not reads or not isinstance(maker, QuantLinear) or maker is reader or self.readers[maker] != {reader}:
                 continue
             if maker.config.kind == ("int8", "int8", None) and maker.frozen and maker._joint is None:
                 found.append((maker, reader))
@@ -240,15 +252,7 @@ def fuse_quantization(model: nn.Module, batch: Any) -> dict[str, str]:
     for layer in names:
         layer.__dict__.pop("_next", None)
     run = Readers()
-    with ExitStack() as stack, torch.no_grad():
-        stack.callback(restore_modes, {each: each.training for each in model.modules()})
-        model.eval()
-        for layer in names:
-            stack.callback(layer.register_forward_pre_hook(run.before).remove)
-            stack.callback(layer.register_forward_hook(run.after).remove)
-        with run:
-            output = forward_batch(model, batch)
-        run.read(output)
+    run.watch(model, batch, names)
     for maker, reader in run.pairs():
         maker.__dict__["_next"] = reader  # no child of the layer
         reader.like = torch.empty(0, dtype=run.dtypes[reader], device=_device(reader))

@@ -214,34 +214,18 @@ def fold_smooth(model: nn.Module, batch: Any) -> dict[str, tuple[str, ...]]:
     if not layers:
         raise ValueError("model must have QuantLinear layers, got none: see convert")
     holders = Counter(each for module in names for each in module._parameters.values() if each is not None)
-    run, rows = Readers(), dict[nn.Module, Tensor]()
-
-    def keep(norm: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-        if inputs and isinstance(inputs[0], Tensor) and isinstance(output, Tensor):
-            rows[norm] = inputs[0]
-            run.add(norm, inputs, output)
-
-    with ExitStack() as stack:
-        stack.callback(restore_modes, {each: each.training for each in model.modules()})
-        model.eval()
-        for layer in layers:
-            stack.callback(layer.register_forward_pre_hook(run.before).remove)
-            stack.callback(layer.register_forward_hook(run.after).remove)
-        for each in names:
-            if type(each).__name__.endswith(("RMSNorm", "LayerNorm")):
-                stack.callback(each.register_forward_hook(keep).remove)
-        with run:
-            output = forward_batch(model, batch)
-        run.read(output)
+    norms = [each for each in names if type(each).__name__.endswith(("RMSNorm", "LayerNorm"))]
+    run = Readers()
+    run.watch(model, batch, layers, norms)
     folded = {}
-    for norm, x in rows.items():
+    for norm in norms:
         found = [each for each in layers if each in run.readers.get(norm, ())]
         if not found or None in run.readers[norm] or any(run.makers[each] != {norm} for each in found):
             continue
         scales = [each.smooth for each in found if each.frozen and each.smooth is not None]
         same = len(scales) == len(found) and all(torch.equal(each, scales[0]) for each in scales)
         own = all(holders[each] == 1 for each in norm._parameters.values() if each is not None)
-        if same and own and _divide(norm, x, scales[0]):
+        if same and own and _divide(norm, scales[0]):
             for each in found:
                 each.smooth = None
                 each._forget()
@@ -249,13 +233,14 @@ def fold_smooth(model: nn.Module, batch: Any) -> dict[str, tuple[str, ...]]:
     return folded
 
 
-def _divide(norm: nn.Module, x: Tensor, smooth: Tensor) -> bool:
+def _divide(norm: nn.Module, smooth: Tensor) -> bool:
     """Divide what a norm gives by a scale per feature, if its weight and bias do so."""
     factors = inverse_of(smooth)  # (in,)
     weight, bias = norm._parameters.get("weight"), norm._parameters.get("bias")
     mine = [each for each in (weight, bias) if each is not None]
     if weight is None or any(each.shape != factors.shape for each in mine):
         return False
+    x = torch.linspace(-2, 3, 4 * factors.numel()).view(4, -1).to(weight.device, weight.dtype)  # rows to try it on
     before, want = [each.detach().clone() for each in mine], norm(x).float() * factors
     for each in mine:
         each.copy_(each.float() * factors)
