@@ -240,7 +240,7 @@ def _divide(norm: nn.Module, smooth: Tensor) -> bool:
     mine = [each for each in (weight, bias) if each is not None]
     if weight is None or any(each.shape != factors.shape for each in mine):
         return False
-    x = torch.linspace(-2, 3, 4 * factors.numel()).view(4, -1).to(weight.device, weight.dtype)  # rows to try it on
+    x = torch.linspace(-2, 3, 4 * factors.numel(), device=weight.device).view(4, -1).to(weight.dtype)
     before, want = [each.detach().clone() for each in mine], norm(x).float() * factors
     for each in mine:
         each.copy_(each.float() * factors)
