@@ -251,7 +251,7 @@ class Attention {
       if (count == 0) std::memset(sums_, 0, static_cast<size_t>(rows) * kSums * sizeof(int32_t));
       for (int64_t at = 0; at < count; at += kMost) {
         Micro::row_tile({panel, panel_bytes(), width, columns_ + at, lesser(kMost, count - at), weights_ + at * rows, kKeyStep, rows, rows, false,
-                         true, at == 0, sums_, scratch_, nullptr});
+                         true, at == 0, sums_, scratch_});
       }
       for (int64_t r = 0; r < inside; ++r) {
         write_run(sums_ + r * kSums, width, 0, scales[r], nullptr, 0.0f, args_.out_type, args_.out, out + r * args_.width + n0);

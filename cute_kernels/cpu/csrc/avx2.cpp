@@ -85,6 +85,16 @@ struct Avx2 : FewColumns2 {
   // Where a strip ends: in the accumulators, or as float32 or int32 results of whole sums, to the caches or past them.
   enum class End { kSums, kFloats, kFloatStream, kIntegers, kIntegerStream };
 
+  struct Output {  // of the rows of a tile
+    const float* row_scales;
+    const float* bias;
+    const float* column_scales;
+    float* out;
+    int64_t pitch;
+    bool scales;
+    bool streams;
+  };
+
   template <End How>
   static void put(float* out, __m256 result) {
     if constexpr (How == End::kFloatStream || How == End::kIntegerStream) _mm256_stream_ps(out, result);
@@ -93,7 +103,7 @@ struct Avx2 : FewColumns2 {
 
   // Sums of sixteen columns as results. Inlined, or the sums would pass through memory.
   template <int Rows, End How>
-  __attribute__((always_inline)) static void write(const RowOutput* output, int row, int column, const __m256i sum[Rows][2]) {
+  __attribute__((always_inline)) static void write(const Output* output, int row, int column, const __m256i sum[Rows][2]) {
     const int64_t pitch = output->pitch;
     float* out = output->out + row * pitch + column;
     if constexpr (How == End::kIntegers || How == End::kIntegerStream) {
@@ -118,7 +128,7 @@ struct Avx2 : FewColumns2 {
 
   // Rows of widened values from `first` on times sixteen columns of the panel rows of each pair: Rows x 2 accumulators.
   template <int Rows, End How>
-  __attribute__((noinline)) static void strip(const RowTile& at, const int32_t* eighths, const int16_t* a, int first, int column) {
+  __attribute__((noinline)) static void strip(const RowTile& at, const Output* output, const int32_t* eighths, const int16_t* a, int first, int column) {
     __m256i sum[Rows][2];
     int32_t* const sums = at.sums + first * kSums + column;
 #pragma GCC unroll 4
@@ -142,7 +152,7 @@ struct Avx2 : FewColumns2 {
       }
     }
     if constexpr (How != End::kSums) {
-      write<Rows, How>(at.output, first, column, sum);
+      write<Rows, How>(output, first, column, sum);
     } else {
 #pragma GCC unroll 4
       for (int r = 0; r < Rows; ++r) {
@@ -154,8 +164,8 @@ struct Avx2 : FewColumns2 {
   }
 
   template <int Rows, End How>
-  static void strips(const RowTile& at, const int32_t* eighths, const int16_t* a, int first, int column, int end) {
-    for (; column < end; column += 16) strip<Rows, How>(at, eighths, a, first, column);
+  static void strips(const RowTile& at, const Output* output, const int32_t* eighths, const int16_t* a, int first, int column, int end) {
+    for (; column < end; column += 16) strip<Rows, How>(at, output, eighths, a, first, column);
   }
 
   // Whole blocks of values, widened, and eight times their columns.
@@ -177,35 +187,51 @@ struct Avx2 : FewColumns2 {
   }
 
   template <int Rows>
-  __attribute__((noinline)) static void tile_rows(const RowTile& at) {
+  __attribute__((noinline)) static void tile_rows(const RowTile& at, const Output* output) {
     constexpr int kStep = Rows < 4 ? Rows : 4;
     auto* const eighths = reinterpret_cast<int32_t*>(at.scratch);
     auto* const a = reinterpret_cast<int16_t*>(at.scratch + kChunk * 4);  // (Rows, kChunk)
     at.a_signed ? widen_blocks<Rows, true>(at, eighths, a) : widen_blocks<Rows, false>(at, eighths, a);
-    const int written = at.output ? static_cast<int>(at.width) / 16 * 16 : 0;
-    const bool is_integer = at.output && !at.output->row_scales, streams = at.output && at.output->streams;
+    const int written = output ? static_cast<int>(at.width) / 16 * 16 : 0;
+    const bool is_integer = output && !output->scales, streams = output && output->streams;
     for (int r = 0; r < Rows; r += kStep) {
       const int16_t* const left = a + r * kChunk;
-      if (is_integer) streams ? strips<kStep, End::kIntegerStream>(at, eighths, left, r, 0, written) : strips<kStep, End::kIntegers>(at, eighths, left, r, 0, written);
-      else streams ? strips<kStep, End::kFloatStream>(at, eighths, left, r, 0, written) : strips<kStep, End::kFloats>(at, eighths, left, r, 0, written);
-      strips<kStep, End::kSums>(at, eighths, left, r, written, static_cast<int>(at.width));
+      if (is_integer) streams ? strips<kStep, End::kIntegerStream>(at, output, eighths, left, r, 0, written) : strips<kStep, End::kIntegers>(at, output, eighths, left, r, 0, written);
+      else streams ? strips<kStep, End::kFloatStream>(at, output, eighths, left, r, 0, written) : strips<kStep, End::kFloats>(at, output, eighths, left, r, 0, written);
+      strips<kStep, End::kSums>(at, output, eighths, left, r, written, static_cast<int>(at.width));
     }
-    if (!at.output || written == at.width) return;
-    const RowOutput& to = *at.output;
+    if (!output || written == at.width) return;
     for (int r = 0; r < Rows; ++r) {
       const int32_t* const sums = at.sums + r * kSums + written;
-      float* const out = to.out + r * to.pitch + written;
+      float* const out = output->out + r * output->pitch + written;
       if (is_integer) std::memcpy(out, sums, static_cast<size_t>(at.width - written) * sizeof(int32_t));
-      else scale_run(sums, at.width - written, 0, to.row_scales[r], to.column_scales + written, to.bias[r], out);
+      else scale_run(sums, at.width - written, 0, output->row_scales[r], output->column_scales + written, output->bias[r], out);
     }
   }
 
-  static void row_tile(const RowTile& at) {
+  static void tile(const RowTile& at, const Output* output) {
     switch (at.rows) {
-      case 8: return tile_rows<8>(at);
-      case 4: return tile_rows<4>(at);
-      case 2: return tile_rows<2>(at);
-      default: return tile_rows<1>(at);
+      case 8: return tile_rows<8>(at, output);
+      case 4: return tile_rows<4>(at, output);
+      case 2: return tile_rows<2>(at, output);
+      default: return tile_rows<1>(at, output);
+    }
+  }
+
+  static void row_tile(const RowTile& at) { tile(at, nullptr); }
+
+  static void whole(const WholeRows& at, int64_t first, int64_t last, float* out) {
+    const auto& a = at.a;
+    const int rows = a.vector_length < kTileRows ? a.vector_length : kTileRows;
+    for (int64_t r = first; r < last; ++r) {
+      const int64_t begin = a.row_start[r], count = a.row_end[r] - begin;
+      for (int v = 0; v < a.vector_length; v += rows, out += rows * at.pitch) {
+        const int64_t row = r * a.vector_length + v;
+        const Output output{at.row_scales ? at.row_scales + row : kOnes, at.bias ? at.bias + row : kZeros, at.column_scales, out, at.pitch, at.scales,
+                            at.streams};
+        tile({at.panel, at.part_bytes, at.width, a.columns + begin, count, a.planes + begin * a.vector_length + v * a.stride, a.stride,
+              a.vector_length, rows, a.is_signed, true, true, at.sums, at.scratch}, &output);
+      }
     }
   }
 

@@ -25,7 +25,7 @@ struct Avx512 : FewColumns512 {
   static constexpr int kColumns = 64, kParts = 1;
   static constexpr bool kStreams = true, kWrites = true, kTurns = true, kQuantizesPanels = false;
   static constexpr int64_t kStreamBytes = magicube::kStreamBytes;
-  static constexpr int kChunkGroups = 128;  // their panel rows fill most of L1
+  static constexpr int kChunkGroups = magicube::kExactRun / kQuad;
   static constexpr int64_t kScratchBytes = 0;
 
   // The unpacks below leave bytes 16 j + 4 q and the three after it in lane j of vector q: dwords are placed so that these are
@@ -91,76 +91,23 @@ struct Avx512 : FewColumns512 {
   }
 
   // The columns of vector q that the output has.
-  static __mmask16 columns_of(const RowTile& at, int q) {
-    const int64_t left = at.width - 16 * q;
+  static __mmask16 columns_of(int64_t width, int q) {
+    const int64_t left = width - 16 * q;
     return static_cast<__mmask16>(left >= 16 ? 0xffff : (1 << (left > 0 ? left : 0)) - 1);
   }
 
-  // Whole sums as int32 results.
-  template <int Rows, int First, int Vectors>
-  __attribute__((always_inline)) static void write_integers(const RowOutput& to, const __mmask16 masks[Vectors], const __m512i sum[Rows][Vectors]) {
-    float* out = to.out + First * 16;
-#pragma GCC unroll 8
-    for (int r = 0; r < Rows; ++r, out += to.pitch) {
-      const __m512i offset = _mm512_set1_epi32(to.offsets[r]);
-#pragma GCC unroll 4
-      for (int q = 0; q < Vectors; ++q) {
-        const __m512i result = _mm512_sub_epi32(sum[r][q], offset);
-        if (to.streams && masks[q] == 0xffff) _mm512_stream_si512(reinterpret_cast<__m512i*>(out + q * 16), result);
-        else _mm512_mask_storeu_epi32(out + q * 16, masks[q], result);
-      }
-    }
-  }
-
-  // Inlined, or the sums would pass through memory. What is stored to might be `at`: all of it is read before.
-  template <int Rows, int First, int Vectors>
-  __attribute__((always_inline)) static void write(const RowTile& at, const __m512i sum[Rows][Vectors]) {
-    const RowOutput to = *at.output;
-    __mmask16 masks[Vectors];
-#pragma GCC unroll 4
-    for (int q = 0; q < Vectors; ++q) masks[q] = columns_of(at, First + q);
-    if (!to.row_scales) return write_integers<Rows, First, Vectors>(to, masks, sum);
-    __m512 columns[Vectors];
-#pragma GCC unroll 4
-    for (int q = 0; q < Vectors; ++q) {
-      columns[q] = _mm512_maskz_loadu_ps(masks[q], to.column_scales + (First + q) * 16);
-    }
-    float* out = to.out + First * 16;
-#pragma GCC unroll 8
-    for (int r = 0; r < Rows; ++r, out += to.pitch) {
-      const __m512i offset = _mm512_set1_epi32(to.offsets[r]);
-      const __m512 scale = _mm512_set1_ps(to.row_scales[r]), bias = _mm512_set1_ps(to.bias[r]);
-#pragma GCC unroll 4
-      for (int q = 0; q < Vectors; ++q) {
-        const __m512 scaled = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_sub_epi32(sum[r][q], offset)), scale);
-        const __m512 result = _mm512_add_ps(_mm512_mul_ps(scaled, columns[q]), bias);
-        if (to.streams && masks[q] == 0xffff) _mm512_stream_ps(out + q * 16, result);
-        else _mm512_mask_storeu_ps(out + q * 16, masks[q], result);
-      }
-    }
-  }
-
-  // Rows x Vectors accumulators fill half of the registers; quads stay in registers. Storing them for a second use costs more
-  // than recomputing them: later loads stall behind stores 4 KiB away (aliasing).
-  // Every loop over the accumulator array must unroll, or the compiler keeps it in memory; inlined, the sums of asm statements too.
+  // Add what the groups of four columns of A from `columns` on give to Rows x Vectors accumulators, which fill half of the registers;
+  // quads stay in registers. Storing them for a second use costs more than recomputing them: later loads stall behind stores 4 KiB
+  // away (aliasing). Every loop over the accumulator array must unroll, or the compiler keeps it in memory; without the last one
+  // GCC 12 copies all sums in each group, wherever more than one statement uses them later.
   // What is read of A next is fetched block by block: a row's at once would fill the buffers of misses.
   template <int Rows, bool Signed, int First, int Vectors>
-  __attribute__((noinline)) static void pass(const RowTile& at) {
-    __m512i sum[Rows][Vectors];
-    int32_t* const sums = at.sums + First * 16;
-#pragma GCC unroll 8
-    for (int r = 0; r < Rows; ++r) {
-#pragma GCC unroll 4
-      for (int q = 0; q < Vectors; ++q) {
-        sum[r][q] = at.fresh ? _mm512_setzero_si512() : _mm512_load_si512(sums + r * kPanel + q * 16);
-      }
-    }
-    const int32_t* columns = at.columns;
-    const uint8_t* const panel = at.panel;
-    const int64_t stride = at.stride, skip = stride * (at.vector_length - 1);
-    const uint8_t *values = at.values, *values3 = values + 3 * stride;  // x86 adds 0, 1 or 2 strides in a load
-    int in_block = at.stride / kQuad;
-    for (int64_t groups = (at.count + kQuad - 1) / kQuad; groups > 0; --groups, columns += kQuad) {
+  __attribute__((always_inline)) static void accumulate(const uint8_t* panel, const int32_t* columns, int64_t groups, const uint8_t* values,
+                                                        int64_t stride, int vector_length, __m512i sum[Rows][Vectors]) {
+    const int64_t skip = stride * (vector_length - 1);
+    const uint8_t* values3 = values + 3 * stride;  // x86 adds 0, 1 or 2 strides in a load
+    int in_block = static_cast<int>(stride) / kQuad;
+    for (; groups > 0; --groups, columns += kQuad) {
       const __m512i k[4] = {row(panel, columns[0]), row(panel, columns[1]), row(panel, columns[2]),
                             row(panel, columns[3])};  // (4, 64)
       __m512i b[Vectors];
@@ -187,15 +134,106 @@ struct Avx512 : FewColumns512 {
         }
         values += skip;
         values3 += skip;
-        in_block = at.stride / kQuad;
+        in_block = static_cast<int>(stride) / kQuad;
       }
     }
-    if (at.output) return write<Rows, First, Vectors>(at, sum);
+#pragma GCC unroll 8
+    for (int r = 0; r < Rows; ++r) {
+#pragma GCC unroll 4
+      for (int q = 0; q < Vectors; ++q) asm("" : "+v"(sum[r][q]));
+    }
+  }
+
+  template <int Rows, bool Signed, int First, int Vectors>
+  __attribute__((noinline)) static void pass(const RowTile& at) {
+    __m512i sum[Rows][Vectors];
+    int32_t* const sums = at.sums + First * 16;
+#pragma GCC unroll 8
+    for (int r = 0; r < Rows; ++r) {
+#pragma GCC unroll 4
+      for (int q = 0; q < Vectors; ++q) {
+        sum[r][q] = at.fresh ? _mm512_setzero_si512() : _mm512_load_si512(sums + r * kPanel + q * 16);
+      }
+    }
+    accumulate<Rows, Signed, First, Vectors>(at.panel, at.columns, (at.count + kQuad - 1) / kQuad, at.values, at.stride, at.vector_length, sum);
 #pragma GCC unroll 8
     for (int r = 0; r < Rows; ++r) {
 #pragma GCC unroll 4
       for (int q = 0; q < Vectors; ++q) _mm512_store_si512(sums + r * kPanel + q * 16, sum[r][q]);
     }
+  }
+
+  // Rows of the vector row r from row v of its vectors on. Sums start at the negated offsets.
+  template <int Rows, bool Signed, bool Scales, int First, int Vectors>
+  __attribute__((noinline)) static void whole_pass(const WholeRows& at, int64_t r, int v, float* out) {
+    const auto& a = at.a;
+    const int64_t begin = a.row_start[r], row = r * a.vector_length + v, pitch = at.pitch, width = at.width;
+    __m512i sum[Rows][Vectors];
+#pragma GCC unroll 8
+    for (int i = 0; i < Rows; ++i) {
+      sum[i][0] = _mm512_set1_epi32(-at.shift * static_cast<int32_t>(a.row_sums[row + i]));
+#pragma GCC unroll 4
+      for (int q = 1; q < Vectors; ++q) sum[i][q] = sum[i][0];
+    }
+    accumulate<Rows, Signed, First, Vectors>(at.panel, a.columns + begin, (a.row_end[r] - begin + kQuad - 1) / kQuad,
+                                             a.planes + begin * a.vector_length + v * a.stride, a.stride, a.vector_length, sum);
+    const bool streams = at.streams && width >= 16 * (First + Vectors);
+    const float *const scales = at.row_scales ? at.row_scales + row : kOnes, *const biases = at.bias ? at.bias + row : kZeros;
+    __mmask16 masks[Vectors];
+    __m512 columns[Vectors];
+#pragma GCC unroll 4
+    for (int q = 0; q < Vectors; ++q) {
+      masks[q] = columns_of(width, First + q);
+      if (Scales) columns[q] = _mm512_maskz_loadu_ps(masks[q], at.column_scales + (First + q) * 16);
+    }
+    out += First * 16;
+#pragma GCC unroll 8
+    for (int i = 0; i < Rows; ++i, out += pitch) {
+#pragma GCC unroll 4
+      for (int q = 0; q < Vectors; ++q) {
+        __m512 result = _mm512_castsi512_ps(sum[i][q]);
+        if (Scales) {
+          const __m512 scaled = _mm512_mul_ps(_mm512_cvtepi32_ps(sum[i][q]), _mm512_set1_ps(scales[i]));
+          result = _mm512_add_ps(_mm512_mul_ps(scaled, columns[q]), _mm512_set1_ps(biases[i]));
+        }
+        if (streams) _mm512_stream_ps(out + q * 16, result);
+        else if (masks[q] == 0xffff) _mm512_storeu_ps(out + q * 16, result);  // one with a mask is slower
+        else _mm512_mask_storeu_ps(out + q * 16, masks[q], result);
+      }
+    }
+  }
+
+  template <int Rows, bool Signed, bool Scales>
+  static void whole_rows(const WholeRows& at, int64_t first, int64_t last, float* out) {
+    for (int64_t r = first; r < last; ++r) {
+      for (int v = 0; v < at.a.vector_length; v += Rows, out += Rows * at.pitch) {
+        if (at.width <= 16) {
+          whole_pass<Rows, Signed, Scales, 0, 1>(at, r, v, out);
+        } else if (at.width <= 32) {
+          whole_pass<Rows, Signed, Scales, 0, 2>(at, r, v, out);
+        } else if (Rows < 8) {
+          whole_pass<Rows < 8 ? Rows : 4, Signed, Scales, 0, 4>(at, r, v, out);
+        } else {
+          whole_pass<Rows, Signed, Scales, 0, 2>(at, r, v, out);
+          at.width <= 48 ? whole_pass<Rows, Signed, Scales, 2, 1>(at, r, v, out) : whole_pass<Rows, Signed, Scales, 2, 2>(at, r, v, out);
+        }
+      }
+    }
+  }
+
+  template <bool Signed, bool Scales>
+  static void whole_as(const WholeRows& at, int64_t first, int64_t last, float* out) {
+    switch (at.a.vector_length) {
+      case 1: return whole_rows<1, Signed, Scales>(at, first, last, out);
+      case 2: return whole_rows<2, Signed, Scales>(at, first, last, out);
+      case 4: return whole_rows<4, Signed, Scales>(at, first, last, out);
+      default: return whole_rows<8, Signed, Scales>(at, first, last, out);
+    }
+  }
+
+  static void whole(const WholeRows& at, int64_t first, int64_t last, float* out) {
+    if (at.scales) at.a.is_signed ? whole_as<true, true>(at, first, last, out) : whole_as<false, true>(at, first, last, out);
+    else at.a.is_signed ? whole_as<true, false>(at, first, last, out) : whole_as<false, false>(at, first, last, out);
   }
 
   template <int Rows, bool Signed>

@@ -74,7 +74,7 @@ class Correction {
     const int64_t rows = lesser(a.vector_length, a.rows - row0);
     if (begin == end) return static_cast<void>(std::memset(results, 0, static_cast<size_t>(rows * kColumns) * sizeof(float)));
     const int64_t chunk = panels_.row.chunk_of(end - begin);
-    for (int64_t at = begin; at < end; at += chunk) panels_.row.multiply(panel, width, at, lesser(chunk, end - at), at == begin, nullptr);
+    for (int64_t at = begin; at < end; at += chunk) panels_.row.multiply(panel, width, at, lesser(chunk, end - at), at == begin);
     for (int64_t v = 0; v < rows; ++v) {
       const auto offset = static_cast<int32_t>(panels_.row.offset_of(r, static_cast<int>(v)));
       scale_run(panels_.row.sums + v * kColumns, width, offset, scales.rows[row0 + v], scales.columns + n0, -0.0f, results + v * kColumns);

@@ -85,30 +85,32 @@ inline void store_turned_line(FloatVector line, int c, TurnedScales by, Real* ou
 template <bool Scales, class Real>
 void store_turned_square(const float* from, int64_t from_pitch, Real* out, int64_t pitch, TurnedScales by) {
   const auto store = [&](int c, __m512 line) { store_turned_line<Scales>(line, c, by, out, pitch); };
-  __m512 x[16], y[16];
-#pragma GCC unroll 16
-  for (int i = 0; i < 16; ++i) x[i] = _mm512_loadu_ps(from + i * from_pitch);
-#pragma GCC unroll 8
-  for (int i = 0; i < 16; i += 2) {  // pairs of rows
-    y[i] = _mm512_unpacklo_ps(x[i], x[i + 1]);
-    y[i + 1] = _mm512_unpackhi_ps(x[i], x[i + 1]);
-  }
-#pragma GCC unroll 4
-  for (int i = 0; i < 16; i += 4) {  // four rows of columns c, c + 4, c + 8 and c + 12 in x[i + c]
 #pragma GCC unroll 2
-    for (int h = 0; h < 2; ++h) {
-      x[i + 2 * h] = _mm512_shuffle_ps(y[i + h], y[i + 2 + h], 0x44);
-      x[i + 2 * h + 1] = _mm512_shuffle_ps(y[i + h], y[i + 2 + h], 0xee);
+  for (int half = 0; half < 16; half += 8, from += 8) {  // columns
+    __m512 x[8], y[8];
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; ++i) {  // rows i, i + 4, then i + 4 and i + 8
+      const float* const row = from + (i + i / 4 * 4) * from_pitch;
+      x[i] = _mm512_insertf32x8(_mm512_castps256_ps512(_mm256_loadu_ps(row)), _mm256_loadu_ps(row + 4 * from_pitch), 1);
     }
-  }
 #pragma GCC unroll 4
-  for (int c = 0; c < 4; ++c) {
-    const __m512 a = _mm512_shuffle_f32x4(x[c], x[c + 4], 0x88), b = _mm512_shuffle_f32x4(x[c + 8], x[c + 12], 0x88);  // c and c + 8
-    const __m512 d = _mm512_shuffle_f32x4(x[c], x[c + 4], 0xdd), e = _mm512_shuffle_f32x4(x[c + 8], x[c + 12], 0xdd);  // the others
-    store(c, _mm512_shuffle_f32x4(a, b, 0x88));
-    store(c + 4, _mm512_shuffle_f32x4(d, e, 0x88));
-    store(c + 8, _mm512_shuffle_f32x4(a, b, 0xdd));
-    store(c + 12, _mm512_shuffle_f32x4(d, e, 0xdd));
+    for (int i = 0; i < 8; i += 2) {  // pairs of rows
+      y[i] = _mm512_unpacklo_ps(x[i], x[i + 1]);
+      y[i + 1] = _mm512_unpackhi_ps(x[i], x[i + 1]);
+    }
+#pragma GCC unroll 2
+    for (int i = 0; i < 8; i += 4) {
+#pragma GCC unroll 2
+      for (int h = 0; h < 2; ++h) {
+        x[i + 2 * h] = _mm512_shuffle_ps(y[i + h], y[i + 2 + h], 0x44);
+        x[i + 2 * h + 1] = _mm512_shuffle_ps(y[i + h], y[i + 2 + h], 0xee);
+      }
+    }
+#pragma GCC unroll 4
+    for (int c = 0; c < 4; ++c) {
+      store(half + c, _mm512_shuffle_f32x4(x[c], x[c + 4], 0x88));
+      store(half + c + 4, _mm512_shuffle_f32x4(x[c], x[c + 4], 0xdd));
+    }
   }
 }
 #elif defined(__AVX2__)

@@ -22,21 +22,6 @@ alignas(64) constexpr float kOnes[kPanel] = {       // absent scales
     1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1,
     1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
 
-// Where a tile that is a whole sum writes its results as float32, in place of the accumulators; or int32 ones, if it can.
-struct RowOutput {
-  const int32_t* offsets;  // of the rows, as those below
-  const float* row_scales;  // null for integers
-  const float* bias;
-  const float* column_scales;
-  float* out;
-  int64_t pitch;
-  bool streams;  // past the caches: rows are whole cache lines
-
-  RowOutput from(int64_t row) const {
-    return {offsets + row, row_scales ? row_scales + row : nullptr, bias + row, column_scales, out + row * pitch, pitch, streams};
-  }
-};
-
 // Up to eight rows of one vector row times the panel rows of its columns, added to the accumulators of a panel per row.
 struct RowTile {
   const uint8_t* panel;  // one digit of B: 64 bytes per row of a part, as the micro-kernel places them
@@ -53,13 +38,31 @@ struct RowTile {
   bool fresh;  // accumulators start from zero
   int32_t* sums;
   uint8_t* scratch;
-  const RowOutput* output;  // or null
+};
+
+// Vector rows of A times a panel whose sums, of one digit of each operand, are not split, and where they go.
+struct WholeRows {
+  const magicube::Sparse& a;
+  const uint8_t* panel;  // as of RowTile
+  int64_t part_bytes;
+  int64_t width;
+  int32_t shift;  // what the offset form adds to a sum for each unit of the sum of its row of A
+  bool scales;    // results are float32, not int32
+  const float* row_scales;  // null for ones
+  const float* column_scales;  // of the panel
+  const float* bias;  // null for zeros
+  int64_t pitch;      // of the results
+  bool streams;       // past the caches: rows are whole cache lines
+  int32_t* sums;
+  uint8_t* scratch;
 };
 
 template <class Micro>
 struct SpmmRow {
   static constexpr int kColumns = Micro::kColumns * Micro::kParts;
   static constexpr int kTurnedRows = 64;  // of results that are turned at once
+  static constexpr int64_t kMostWhole = int64_t{Micro::kChunkGroups} * kQuad;  // nonzeros of a vector row that is not split
+  static_assert(kMostWhole % 64 == 0 && kMostWhole <= kExactRun, "a chunk is whole blocks; its sums fit int32");
 
   const SpmmArgs& args;
   uint8_t* scratch;  // of the micro-kernel
@@ -72,8 +75,8 @@ struct SpmmRow {
   int32_t* plane(int da, int db) const { return sums + (da * args.b.digits() + db) * row_values(); }
   bool digit_signed(int d) const { return args.a.is_signed && d == args.a.digits() - 1; }
 
-  // Accumulate the nonzeros [begin, begin + count), or write them if they are all; begin is a multiple of the stride.
-  void multiply(const uint8_t* panel, int64_t width, int64_t begin, int64_t count, bool fresh, const RowOutput* output) const {
+  // Accumulate the nonzeros [begin, begin + count); begin is a multiple of the stride.
+  void multiply(const uint8_t* panel, int64_t width, int64_t begin, int64_t count, bool fresh) const {
     const auto& a = args.a;
     for (int db = 0; db < args.b.digits(); ++db) {
       const bool b_signed = args.b.is_signed && db == args.b.digits() - 1;
@@ -81,10 +84,9 @@ struct SpmmRow {
         const uint8_t* values = a.planes + da * a.plane_bytes + begin * a.vector_length;
         for (int v = 0; v < a.vector_length; v += kTileRows) {
           const int rows = a.vector_length < kTileRows ? a.vector_length : kTileRows;
-          const RowOutput here = output ? output->from(v) : RowOutput{};
           Micro::row_tile({panel + db * args.parts * part_bytes(), part_bytes(), width, a.columns + begin, count, values + v * a.stride,
                         a.stride, a.vector_length, rows, digit_signed(da), b_signed, fresh,
-                        plane(da, db) + v * kColumns, scratch, output ? &here : nullptr});
+                        plane(da, db) + v * kColumns, scratch});
         }
       }
     }
@@ -121,22 +123,6 @@ struct SpmmRow {
 
   bool is_16_bit() const { return args.out_type > Out::kFloat32; }
 
-  // Call with where the results of a vector row, sums of one digit of each operand, go as float32; floats: rows of kColumns that
-  // go on from there, or null.
-  template <class Body>
-  void with_output(int64_t vector_row, int64_t batch, int64_t n0, float* floats, const Body& body) const {
-    const auto& scales = args.scales;
-    const int64_t row0 = vector_row * args.a.vector_length, rows = lesser(args.a.vector_length, args.a.rows - row0);
-    int32_t offsets[magicube::kMaxVector];
-    const int32_t shift = shift_of(0, 0);
-    for (int64_t v = 0; v < rows; ++v) offsets[v] = shift * static_cast<int32_t>(args.a.row_sums[row0 + v]);
-    RowOutput to{offsets, scales.rows ? scales.rows + batch * scales.row_batch + row0 : kOnes, scales.bias ? scales.bias + row0 : kZeros,
-                 scales.columns ? scales.columns + batch * scales.column_batch + n0 : kOnes,
-                 static_cast<float*>(args.out) + (batch * args.a.rows + row0) * args.n + n0, args.n, streams};
-    if (floats) to.out = floats, to.pitch = kColumns, to.streams = false;
-    body(to);
-  }
-
   // Whether results that are to be turned are int32 until then: beside the products, those of floats would wait for their ports.
   bool scales_turned() const {
     return args.turned && args.a.digits() * args.b.digits() == 1 && args.a.columns_total <= kExactRun;
@@ -153,12 +139,15 @@ struct SpmmRow {
     const int64_t row0 = vector_row * args.a.vector_length, rows = lesser(args.a.vector_length, args.a.rows - row0);
     if constexpr (sizeof(Total) == sizeof(int32_t)) {
       if (type_of(floats) == Out::kFloat32 && width % kScaledColumns == 0) {
-        with_output(vector_row, batch, n0, floats, [&](const RowOutput& to) {
-          alignas(64) float results[magicube::kMaxVector * kColumns];
-          scale_rows<kColumns>(from, rows, width, to.offsets, to.row_scales, to.column_scales, to.bias, to.streams ? results : to.out,
-                               to.streams ? kColumns : to.pitch);
-          for (int64_t v = 0; to.streams && v < rows; ++v) Micro::stream(results + v * kColumns, to.out + v * to.pitch, width * 4);
-        });
+        int32_t offsets[magicube::kMaxVector];
+        for (int64_t v = 0; v < rows; ++v) offsets[v] = shift_of(0, 0) * static_cast<int32_t>(args.a.row_sums[row0 + v]);
+        alignas(64) float results[magicube::kMaxVector * kColumns];
+        float* const out = floats ? floats : static_cast<float*>(args.out) + (batch * args.a.rows + row0) * args.n + n0;
+        const bool past = !floats && streams;
+        const int64_t pitch = floats ? kColumns : args.n;
+        scale_rows<kColumns>(from, rows, width, offsets, scales.rows ? scales.rows + batch * scales.row_batch + row0 : kOnes,
+                             columns ? columns : kOnes, scales.bias ? scales.bias + row0 : kZeros, past ? results : out, past ? kColumns : pitch);
+        for (int64_t v = 0; past && v < rows; ++v) Micro::stream(results + v * kColumns, out + v * pitch, width * 4);
         return;
       }
     }
@@ -196,34 +185,50 @@ struct SpmmRow {
 
   // Nonzeros per chunk: a row is split into equal chunks of whole blocks.
   int64_t chunk_of(int64_t count) const {
-    constexpr int64_t kMost = int64_t{Micro::kChunkGroups} * kQuad;
-    static_assert(kMost % 64 == 0, "a chunk is rounded up to whole blocks");
-    const int64_t chunks = (count + kMost - 1) / kMost;
-    return chunks < 2 ? kMost : ((count + chunks - 1) / chunks + args.a.stride - 1) / args.a.stride * args.a.stride;
+    const int64_t chunks = (count + kMostWhole - 1) / kMostWhole;
+    return chunks < 2 ? kMostWhole : ((count + chunks - 1) / chunks + args.a.stride - 1) / args.a.stride * args.a.stride;
   }
 
-  // A vector row's results to the output, or as float32, or int32 to be scaled later, to rows of kColumns.
-  void run(const uint8_t* panel, int64_t vector_row, int64_t batch, int64_t n0, int64_t width, float* floats) const {
+  // Whether the sums of a vector row are not split.
+  bool is_whole(int64_t vector_row) const {
+    return args.a.digits() * args.b.digits() == 1 && args.a.row_end[vector_row] - args.a.row_start[vector_row] <= kMostWhole &&
+           (vector_row + 1) * args.a.vector_length <= args.a.rows;
+  }
+
+  // Vector rows [first, last): results to the output, or as float32, or int32 to be scaled later, to rows of kColumns.
+  void run(const uint8_t* panel, int64_t first, int64_t last, int64_t batch, int64_t n0, int64_t width, float* floats) const {
+    const int64_t v = args.a.vector_length;
+    for (int64_t r = first, until; r < last; r = until) {
+      float* const buffer = floats ? floats + (r - first) * v * kColumns : nullptr;
+      until = r;
+      if constexpr (Micro::kWrites) {
+        const Out type = type_of(floats);
+        if (type == Out::kFloat32 || type == Out::kInt32) {
+          while (until < last && is_whole(until)) ++until;
+        }
+        if (until > r) {
+          const auto& scales = args.scales;
+          Micro::whole({args.a, panel, part_bytes(), width, shift_of(0, 0), type == Out::kFloat32, scales.rows ? scales.rows + batch * scales.row_batch : nullptr,
+                        scales.columns ? scales.columns + batch * scales.column_batch + n0 : kOnes, scales.bias, floats ? kColumns : args.n,
+                        !floats && streams, sums, scratch},
+                       r, until, floats ? buffer : static_cast<float*>(args.out) + (batch * args.a.rows + r * v) * args.n + n0);
+          continue;
+        }
+      }
+      run_split(panel, until++, batch, n0, width, buffer);
+    }
+  }
+
+  void run_split(const uint8_t* panel, int64_t vector_row, int64_t batch, int64_t n0, int64_t width, float* floats) const {
     const int64_t begin = args.a.row_start[vector_row], end = args.a.row_end[vector_row];
     const int planes = args.a.digits() * args.b.digits();
     const bool direct = planes == 1 && (args.out_type == Out::kInt32 || end - begin <= kExactRun);
     if (begin == end) std::memset(sums, 0, static_cast<size_t>(planes * row_values()) * sizeof(int32_t));
     if (!direct) std::memset(totals, 0, static_cast<size_t>(row_values()) * sizeof(int64_t));
     const int64_t chunk = chunk_of(end - begin);
-    if constexpr (Micro::kWrites) {
-      const bool is_whole = direct && begin < end && chunk >= end - begin && (vector_row + 1) * args.a.vector_length <= args.a.rows;
-      const Out type = type_of(floats);
-      if (is_whole && (type == Out::kFloat32 || type == Out::kInt32)) {
-        with_output(vector_row, batch, n0, floats, [&](RowOutput to) {
-          if (type == Out::kInt32) to.row_scales = nullptr;
-          multiply(panel, width, begin, end - begin, true, &to);
-        });
-        return;
-      }
-    }
     int64_t unfolded = 0;
     for (int64_t at = begin; at < end; at += chunk) {
-      multiply(panel, width, at, lesser(chunk, end - at), unfolded == 0, nullptr);
+      multiply(panel, width, at, lesser(chunk, end - at), unfolded == 0);
       unfolded += chunk;
       if (!direct && unfolded + chunk > kExactRun && at + chunk < end) {
         fold();
@@ -251,7 +256,7 @@ struct SpmmRow {
           for (int64_t i = 0; i < rows; i += 16) __builtin_prefetch(to + j * args.a.rows + i, 1, 2);
         }
       }
-      for (int64_t r = first; r < last; ++r) run(panel, r, 0, n0, width, results + (r - first) * v * kColumns);
+      run(panel, first, last, 0, n0, width, results);
       const auto& scales = args.scales;
       const TurnedScales by{scales.rows ? scales.rows + first * v : kOnes, scales.columns ? scales.columns + n0 : kOnes,
                             scales.bias ? scales.bias + first * v : kZeros};
@@ -270,7 +275,7 @@ struct SpmmRow {
     alignas(64) float results[magicube::kMaxVector * kColumns];
     alignas(64) uint16_t rounded[kColumns];
     const int64_t row0 = vector_row * args.a.vector_length, rows = lesser(args.a.vector_length, args.a.rows - row0);
-    run(panel, vector_row, batch, n0, width, results);
+    run(panel, vector_row, vector_row + 1, batch, n0, width, results);
     for (int64_t v = 0; v < rows; ++v) {
       const int64_t at = (batch * args.a.rows + row0 + v) * args.n + n0;
       if (streams && width * 2 % 64 == 0) {
@@ -287,7 +292,7 @@ struct SpmmRow {
     if (!streams) prefetch_out(r0, batch, n0, width);
     for (int64_t r = r0; r < r1; ++r) {
       if (!streams && r + 1 < r1) prefetch_out(r + 1, batch, n0, width);
-      is_16_bit() ? run_16_bit(panel, r, batch, n0, width) : run(panel, r, batch, n0, width, nullptr);
+      is_16_bit() ? run_16_bit(panel, r, batch, n0, width) : run(panel, r, r + 1, batch, n0, width, nullptr);
     }
   }
 };

@@ -57,10 +57,12 @@ def test_panels_are_exact(path: str, columns: int, k: int) -> None:
 
 
 @pytest.mark.parametrize("signed", [True, False])
-@pytest.mark.parametrize(("m", "columns"), [(40, 17), (61, 70), (2048, 144)])  # the last streams its results
-def test_scaled_panels_have_the_bits_of_the_formula(path: str, m: int, columns: int, signed: bool) -> None:
-    pattern = mc.random_pattern(m, 192, 0.7, 8, seed=m)
-    values, x = ints((pattern.vectors, 8), 8, True, 1), ints((columns, 192), 8, signed, 2)
+@pytest.mark.parametrize(
+    ("m", "columns", "v"), [(40, 17, 8), (61, 70, 8), (2048, 144, 8), (2048, 176, 4)]
+)  # the last two stream their results
+def test_scaled_panels_have_the_bits_of_the_formula(path: str, m: int, columns: int, v: int, signed: bool) -> None:
+    pattern = mc.random_pattern(m, 192, 0.7, v, seed=m)
+    values, x = ints((pattern.vectors, v), 8, True, 1), ints((columns, 192), 8, signed, 2)
     row, column, bias = (
         torch.linspace(0.1, 2, m)[:, None],
         torch.linspace(0.5, 3, columns)[None],
