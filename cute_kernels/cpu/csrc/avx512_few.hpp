@@ -45,14 +45,17 @@ struct FewColumns512 {
   }
 
   // The bytes of x whose bits are set, one behind another. vpcompressb waits for the old value of its destination, zeroed or not:
-  // four destinations take turns. Short: hardly a word keeps more than 32 bytes, and a store of 32 seldom crosses a line.
+  // four destinations take turns. Short: hardly a word keeps more than 32 bytes, and a store of 32 seldom crosses a line; values are
+  // fetched meanwhile, or memory would wait. Those of longer rows come in time by themselves.
   template <bool Short>
   __attribute__((target("avx512vbmi2"))) static void keep_as(const uint64_t* masks, int64_t words, const uint8_t* x, uint8_t* to,
                                                              const uint8_t* values) {
     for (; words >= 4; words -= 4, masks += 4, x += 4 * 64, values += 4 * 64) {
-      __builtin_prefetch(masks + kAhead / 8);
+      if (Short) {
+        __builtin_prefetch(masks + kAhead / 8);
 #pragma GCC unroll 4
-      for (int i = 0; i < 4; ++i) __builtin_prefetch(values + kAhead + i * 64);
+        for (int i = 0; i < 4; ++i) __builtin_prefetch(values + kAhead + i * 64);
+      }
       __m512i kept[4];
 #pragma GCC unroll 4
       for (int i = 0; i < 4; ++i) kept[i] = _mm512_maskz_compress_epi8(masks[i], _mm512_loadu_si512(x + i * 64));
@@ -113,10 +116,7 @@ struct FewColumns512 {
     for (int64_t first = 0; first < at.count; first += Stride, block += int64_t{Stride} * at.vector_length) {
       const __m512i right = dense_side<Signed>(repeated<Stride>(x + first));
 #pragma GCC unroll 8
-      for (int v = 0; v < kVectors; ++v) {
-        __builtin_prefetch(block + kAhead + v * 64);
-        multiply_add<Signed>(sum[v], _mm512_maskz_loadu_epi8(kPart, block + v * 64), right);
-      }
+      for (int v = 0; v < kVectors; ++v) multiply_add<Signed>(sum[v], _mm512_maskz_loadu_epi8(kPart, block + v * 64), right);
     }
 #pragma GCC unroll 2
     for (int r = 0; r < Rows; r += 4) {
@@ -137,20 +137,20 @@ struct FewColumns512 {
   // not be inlined.
   template <bool HasVbmi>
   static __m512i quads_of_sixteen(const FewTile& at, const int32_t* columns) {
-    const __m256i low = _mm256_inserti128_si256(_mm256_castsi128_si256(sixteen(at, columns[0])), sixteen(at, columns[1]), 1);   // (2, 16)
-    const __m256i high = _mm256_inserti128_si256(_mm256_castsi128_si256(sixteen(at, columns[2])), sixteen(at, columns[3]), 1);  // (2, 16)
+    __m512i k = _mm512_mask_broadcast_i32x4(_mm512_castsi128_si512(sixteen(at, columns[0])), 0x00f0, sixteen(at, columns[1]));
+    k = _mm512_mask_broadcast_i32x4(k, 0x0f00, sixteen(at, columns[2]));
+    k = _mm512_mask_broadcast_i32x4(k, 0xf000, sixteen(at, columns[3]));  // (4, 16)
     if (HasVbmi) {
-      constexpr auto four = [](int column) { return 0x50401000 + column * 0x01010101; };  // bit 6: of the higher rows
+      constexpr auto four = [](int column) { return 0x30201000 + column * 0x01010101; };
       const __m512i order = _mm512_setr_epi32(four(0), four(1), four(2), four(3), four(4), four(5), four(6), four(7), four(8), four(9),
                                               four(10), four(11), four(12), four(13), four(14), four(15));
-      __m512i quads = _mm512_castsi256_si512(low);
-      asm("vpermt2b %2, %1, %0" : "+v"(quads) : "v"(order), "v"(_mm512_castsi256_si512(high)));
+      __m512i quads;
+      asm("vpermb %1, %2, %0" : "=v"(quads) : "v"(k), "v"(order));
       return quads;  // (16, 4)
     }
     const __m512i dwords = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     const __m512i bytes = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
-    const __m512i k = _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);  // (4, 16)
-    return _mm512_shuffle_epi8(_mm512_permutexvar_epi32(dwords, k), bytes);    // (16, 4)
+    return _mm512_shuffle_epi8(_mm512_permutexvar_epi32(dwords, k), bytes);  // (16, 4)
   }
 
   // Sixteen columns of B: four of its rows, interleaved, times four values of each row of A.
@@ -162,12 +162,12 @@ struct FewColumns512 {
     const uint8_t* block = at.values;
     const int32_t* columns = at.columns;
     const int64_t skip = int64_t{Stride} * at.vector_length;
-    for (const int32_t* const stop = columns + at.count; columns < stop; block += skip) {
+    for (const int32_t* const stop = columns + at.used; columns < stop; block += skip) {
 #pragma GCC unroll 8
       for (int i = 0; i < Rows * Stride; i += 64) __builtin_prefetch(block + kAhead + i, 0, 2);  // to L2: rows of B need L1
 #pragma GCC unroll 4
       for (int i = 0; i < Stride; i += 16) __builtin_prefetch(columns + kAhead / 8 + i, 0, 2);
-      for (const uint8_t *values = block, *const end = block + Stride; values < end; values += kQuad, columns += kQuad) {
+      for (const uint8_t *values = block, *const end = block + lesser(Stride, stop - columns); values < end; values += kQuad, columns += kQuad) {
         const __m512i right = dense_side<Signed>(quads_of_sixteen<HasVbmi>(at, columns));  // (16, 4)
 #pragma GCC unroll 8
         for (int r = 0; r < Rows; ++r) dot_four<Signed>(sum[r], right, values + r * Stride);

@@ -23,6 +23,7 @@ struct FewTile {
   int width;             // 1, 16, or 8 if the micro-kernel has that
   const int32_t* columns;  // null: the panel holds the rows of B that they would name, width 1
   int64_t count;         // whole blocks
+  int64_t used;          // of them, without the padding
   const uint8_t* values;  // as of RowTile
   int stride;
   int vector_length;
@@ -65,10 +66,10 @@ struct SpmmFew {
   // A vector row times a panel, or what was gathered of it: sums (V, width).
   void multiply(int64_t vector_row, const uint8_t* panel, bool is_gathered, const int32_t* start, int32_t* sums) const {
     const auto& a = args.a;
-    const int64_t begin = a.row_start[vector_row], count = (a.row_end[vector_row] - begin + a.stride - 1) & -int64_t{a.stride};
+    const int64_t begin = a.row_start[vector_row], used = a.row_end[vector_row] - begin, count = (used + a.stride - 1) & -int64_t{a.stride};
     const int rows = a.vector_length < kTileRows ? a.vector_length : kTileRows;
     for (int v = 0; v < a.vector_length; v += rows) {
-      Micro::few({panel, width(), is_gathered ? nullptr : a.columns + begin, count, a.planes + begin * a.vector_length + v * a.stride,
+      Micro::few({panel, width(), is_gathered ? nullptr : a.columns + begin, count, used, a.planes + begin * a.vector_length + v * a.stride,
                   a.stride, a.vector_length, rows, a.is_signed, args.b.is_signed, start + v, sums + v * width()});
     }
   }
