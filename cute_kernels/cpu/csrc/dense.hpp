@@ -145,6 +145,24 @@ void scale_sums(const Total* __restrict sums, int64_t count, float row, const fl
   }
 }
 
+#ifdef __AVX2__
+inline FloatVector vector_of(const float* from) { return load_vector(from); }
+inline FloatVector vector_of(const int32_t* from) {
+  int32_t __attribute__((vector_size(4 * kLanes))) integers;
+  std::memcpy(&integers, from, sizeof integers);
+  return __builtin_convertvector(integers, FloatVector);
+}
+
+// As scale_sums(), of a whole panel, past the caches.
+template <bool ColumnsFirst, class Total>
+void stream_sums(const Total* sums, float row, const float* columns, const float* bias, float* out) {
+  for (int64_t j = 0; j < kPanel; j += kLanes) {
+    const FloatVector total = vector_of(sums + j), scales = load_vector(columns + j);
+    stream_vector(out + j, (ColumnsFirst ? total * scales * row : total * row * scales) + load_vector(bias + j));
+  }
+}
+#endif
+
 // totals += (sums + start) * scales, and + minima * row_sum. Separate functions: compilers honor `restrict` on parameters.
 inline void add_group(const int32_t* __restrict sums, int32_t start, const float* __restrict scales, float* __restrict totals) {
   for (int j = 0; j < kPanel; ++j) totals[j] += static_cast<float>(sums[j] + start) * scales[j];
@@ -249,6 +267,12 @@ class DenseTask {
     const bool by_rows = args_.column_step == 1;
     const int64_t at = (row_ + r) * args_.row_step + column_;
     const float scale = args_.left.reals ? scales[r] : args_.scales.rows ? args_.scales.rows[row_ + r] : 1.0f;
+#ifdef __AVX2__
+    if (streams_ && args_.activation == magicube::Activation::kNone) {
+      const auto streamed = args_.columns_first ? stream_sums<true, Total> : stream_sums<false, Total>;
+      return streamed(sums, scale, scales_, bias_, static_cast<float*>(args_.out) + at);
+    }
+#endif
     const bool in_place = by_rows && args_.out_type == Out::kFloat32 && !streams_ && !args_.adds;
     float* const to = in_place ? static_cast<float*>(args_.out) + at : block_ + r * kPanel;
     const auto scaled = args_.columns_first ? scale_sums<true, Total> : scale_sums<false, Total>;

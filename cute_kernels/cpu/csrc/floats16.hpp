@@ -85,6 +85,7 @@ inline FloatVector load_vector(const BFloat16* from) {
 inline __mmask16 nans(__m512 x) { return _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q); }
 
 inline void store_vector(float* to, __m512 x) { _mm512_storeu_ps(to, x); }
+inline void stream_vector(float* to, __m512 x) { _mm512_stream_ps(to, x); }
 inline void store_vector(Float16* to, __m512 x) {
   const __m512i bits = _mm512_castps_si512(x);
   const __m512i nan = _mm512_or_si512(_mm512_and_si512(bits, _mm512_set1_epi32(INT32_MIN)), _mm512_set1_epi32(0x7fc00000));
@@ -109,6 +110,7 @@ inline FloatVector load_vector(const BFloat16* from) {
 }
 
 inline void store_vector(float* to, __m256 x) { _mm256_storeu_ps(to, x); }
+inline void stream_vector(float* to, __m256 x) { _mm256_stream_ps(to, x); }
 inline void store_vector(Float16* to, __m256 x) {
   const __m256i bits = _mm256_castps_si256(x);
   const __m256i nan = _mm256_or_si256(_mm256_and_si256(bits, _mm256_set1_epi32(INT32_MIN)), _mm256_set1_epi32(0x7fc00000));

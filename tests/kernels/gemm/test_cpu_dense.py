@@ -149,13 +149,21 @@ def test_a_source_is_added_with_the_same_bits(column_major: bool, monkeypatch: p
 
 
 @pytest.mark.parametrize("n", [1024, 1040, 1030])
-def test_results_stored_past_the_caches_are_the_same(path: str, n: int) -> None:
-    a, b, row_scale = ints(300, 20, 1), ints(20, n, 2), torch.arange(300.0)
-    expected = (a.long() @ b.long()).float() * row_scale[:, None]
+@pytest.mark.parametrize("columns_first", [False, True])
+def test_results_stored_past_the_caches_are_the_same(path: str, n: int, columns_first: bool) -> None:
+    a, b, row_scale = ints(300, 20, 1), ints(20, n, 2), torch.linspace(-1, 3, 300)
+    col_scale, bias = torch.linspace(0.1, 1.7, n), torch.linspace(-9, 9, n)
+    factors = [row_scale[:, None], col_scale]
+    first, second = factors[::-1] if columns_first else factors
+    expected = (a.long() @ b.long()).float() * first * second + bias
+    options: dict[str, Any] = {
+        "row_scale": row_scale, "col_scale": col_scale, "bias": bias, "columns_first": columns_first,
+        "out_dtype": torch.float32,
+    }  # fmt: skip
     wide = torch.full((300, n + 16), 5.0)
     out = wide[:, :n]
-    assert torch.equal(multiply(a, pack_right(b), row_scale=row_scale, out_dtype=torch.float32), expected)
-    assert torch.equal(multiply(a, pack_right(b), row_scale=row_scale, out_dtype=torch.float32, out=out), expected)
+    assert torch.equal(multiply(a, pack_right(b), **options), expected)
+    assert torch.equal(multiply(a, pack_right(b), out=out, **options), expected)
     assert bool((wide[:, n:] == 5).all())
 
 
