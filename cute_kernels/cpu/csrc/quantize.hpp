@@ -269,6 +269,9 @@ void round_row_by(const RowRounding& by, const Real* x, const DenseLeft& left, i
 
 constexpr int64_t kRowsAtOnce = 8, kRowBytesAtOnce = 1 << 14;  // of float32, in L1
 
+// Rows for a call of quantize_rows().
+inline int64_t rows_at_once(int64_t columns) { return lesser(kRowsAtOnce, greater(1, kRowBytesAtOnce / (4 * greater(1, columns)))); }
+
 // The integers of rows from `first` on, plus an offset, and their scales. What comes before the rounding of a short row takes as long
 // as that: several rows do not wait for each other.
 template <class Code>

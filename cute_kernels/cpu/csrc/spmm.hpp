@@ -321,17 +321,18 @@ struct SpmmPanels {
   uint8_t* panel(int64_t slot) const { return staged + slot * magicube::spmm_panel_bytes(args) + kPanel; }  // of row 0
   bool quantizes() const { return Micro::kQuantizesPanels && args.columns.reals; }
 
-  void quantize_column(int64_t column, uint8_t* to) const {
-    float* const scale = const_cast<float*>(args.scales.columns) + column;
-    *scale = quantize_row(args.columns, column, args.a.columns_total, 0, reinterpret_cast<int8_t*>(to));
+  void quantize_columns(int64_t column, int64_t count, uint8_t* to) const {
+    quantize_rows(args.columns, column, count, args.a.columns_total, 0, reinterpret_cast<int8_t*>(to), args.b.run_bytes,
+                  const_cast<float*>(args.scales.columns) + column);
   }
 
   // The columns of panels [first, first + count); false if the call is over.
   bool quantize(int64_t first, int64_t count) const {
     const int64_t begin = first * columns(), end = lesser(args.n, (first + count) * columns());
     auto* const ints = const_cast<uint8_t*>(args.b.data);
-    for (int64_t i = begin + group.ticket(); i < end; i = begin + group.ticket()) {
-      quantize_column(i, ints + (i - begin) * args.b.run_bytes);
+    const int64_t most = rows_at_once(args.a.columns_total);
+    for (int64_t i = begin + group.ticket() * most; i < end; i = begin + group.ticket() * most) {
+      quantize_columns(i, lesser(most, end - i), ints + (i - begin) * args.b.run_bytes);
     }
     return group.barrier();
   }
@@ -346,7 +347,7 @@ struct SpmmPanels {
       if (args.b.bits == 8 && args.b.runs_along_inner && k1 - k0 == kStagedRows) {
         if constexpr (Micro::kParts == 1) {
           if (k0 == 0) std::memset(panel(slot) - kPanel, 0, kPanel);
-          return Micro::turn(data + n0 * args.b.run_bytes + k0, args.b.run_bytes, width, flip, panel(slot) + k0 * kPanel);
+          return Micro::turn(data + from * args.b.run_bytes + k0, args.b.run_bytes, width, flip, panel(slot) + k0 * kPanel);
         }
         for (int64_t part = 0, first = 0; first < width; ++part, first += Micro::kColumns) {
           uint8_t* const to = panel(slot) + part * row.part_bytes();
@@ -376,7 +377,7 @@ struct SpmmPanels {
     SpmmArgs mine = args;
     if (quantizes()) {
       uint8_t* const ints = own + magicube::spmm_panel_bytes(args);
-      for (int64_t i = 0; i < width; ++i) quantize_column(n0 + i, ints + i * args.b.run_bytes);
+      for (int64_t i = 0, most = rows_at_once(k); i < width; i += most) quantize_columns(n0 + i, lesser(most, width - i), ints + i * args.b.run_bytes);
       mine.b.data = ints;
     }
     const SpmmPanels alone{mine, group, own, row};
@@ -441,7 +442,7 @@ inline bool quantize_columns(const SpmmArgs& args, ThreadGroup& group, SpmmArgs&
   found.columns.reals = nullptr;
   auto* const ints = group.shared() + magicube::spmm_shared_bytes(found);
   auto* const scales = reinterpret_cast<float*>(ints + args.n * pitch);
-  const int64_t most = lesser(kRowsAtOnce, greater(1, kRowBytesAtOnce / (4 * greater(1, args.a.columns_total))));
+  const int64_t most = rows_at_once(args.a.columns_total);
   for (int64_t i = group.ticket() * most; i < args.n; i = group.ticket() * most) {
     quantize_rows(args.columns, i, lesser(most, args.n - i), args.a.columns_total, 0, reinterpret_cast<int8_t*>(ints + i * pitch), pitch, scales + i);
   }
