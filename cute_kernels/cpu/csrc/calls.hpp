@@ -277,7 +277,7 @@ void dense(const DenseArgs& args, int most_threads) {
   require(!args.right.group || args.out_type >= Out::kFloat32, "group scales need a float output");
   if (args.rows == 0 || args.right.n == 0) return;
   const int threads = threads_for(std::max(args.rows, kMemoryBound) * args.right.inner * args.right.n, most_threads);
-  const int64_t row_bytes = args.left.factors ? args.right.inner * static_cast<int64_t>(sizeof(float)) : 0;
+  const int64_t row_bytes = args.left.factors ? (args.right.inner * static_cast<int64_t>(sizeof(float)) + 63) / 64 * 64 : 0;
   run_kernel<&Engine::dense>(args, threads, dense_shared_bytes(args, threads), row_bytes);
 }
 
