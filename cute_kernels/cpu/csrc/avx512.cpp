@@ -25,7 +25,7 @@ struct Avx512 : FewColumns512 {
   static constexpr int kColumns = 64, kParts = 1;
   static constexpr bool kStreams = true, kWrites = true, kTurns = true, kQuantizesPanels = true;
   static constexpr int64_t kStreamBytes = magicube::kStreamBytes;
-  static constexpr int kChunkGroups = magicube::kExactRun / kQuad;
+  static constexpr int kChunkGroups = magicube::kExactRun / kQuad;  // rows of A are split only where int32 would overflow
   static constexpr int64_t kScratchBytes = 0;
 
   // The unpacks below leave bytes 16 j + 4 q and the three after it in lane j of vector q: dwords are placed so that these are
@@ -461,7 +461,8 @@ constexpr Engine engine_of(const char* name) {
   return {name, &spmm<Avx512>, &spmm_transposed, &sddmm<Avx512>, &attention<Avx512>, &quantize, &digits, &compress,
           &probe_right<Doubles>, &judge<Doubles>, &bound_sums<Doubles>, &pack_digits, &probe_digits<Doubles>,
           &direct<DirectBy<Digits>>, &dense<Digits, Nibbles>, &split_residual, &magnitude_sums, &select_entries, &correct<Avx512>,
-          &is_structure_valid, Avx512::kColumns, Avx512::kParts, Avx512::kScratchBytes, sizeof(Avx512::Dot), int64_t{1} << 27, Avx512::kQuantizesPanels};
+          &is_structure_valid, Avx512::kColumns, Avx512::kParts, Avx512::kScratchBytes, sizeof(Avx512::Dot), int64_t{1} << 27,
+          Avx512::kQuantizesPanels};
 }
 
 }  // namespace

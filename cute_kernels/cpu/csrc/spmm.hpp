@@ -208,10 +208,12 @@ struct SpmmRow {
         }
         if (until > r) {
           const auto& scales = args.scales;
-          Micro::whole({args.a, panel, part_bytes(), width, shift_of(0, 0), type == Out::kFloat32, scales.rows ? scales.rows + batch * scales.row_batch : nullptr,
-                        scales.columns ? scales.columns + batch * scales.column_batch + n0 : kOnes, scales.bias, floats ? kColumns : args.n,
-                        !floats && streams, sums, scratch},
-                       r, until, floats ? buffer : static_cast<float*>(args.out) + (batch * args.a.rows + r * v) * args.n + n0);
+          const float* const row_scales = scales.rows ? scales.rows + batch * scales.row_batch : nullptr;
+          const float* const column_scales = scales.columns ? scales.columns + batch * scales.column_batch + n0 : kOnes;
+          float* const out = floats ? buffer : static_cast<float*>(args.out) + (batch * args.a.rows + r * v) * args.n + n0;
+          const WholeRows rows{args.a, panel, part_bytes(), width, shift_of(0, 0), type == Out::kFloat32, row_scales, column_scales,
+                               scales.bias, floats ? kColumns : args.n, !floats && streams, sums, scratch};
+          Micro::whole(rows, r, until, out);
           continue;
         }
       }
@@ -377,7 +379,9 @@ struct SpmmPanels {
     SpmmArgs mine = args;
     if (quantizes()) {
       uint8_t* const ints = own + magicube::spmm_panel_bytes(args);
-      for (int64_t i = 0, most = rows_at_once(k); i < width; i += most) quantize_columns(n0 + i, lesser(most, width - i), ints + i * args.b.run_bytes);
+      for (int64_t i = 0, most = rows_at_once(k); i < width; i += most) {
+        quantize_columns(n0 + i, lesser(most, width - i), ints + i * args.b.run_bytes);
+      }
       mine.b.data = ints;
     }
     const SpmmPanels alone{mine, group, own, row};
