@@ -175,11 +175,6 @@ inline __m512i _mm512_slli_epi32(__m512i a, int count) {
   return a;
 }
 
-inline __m512i _mm512_sub_epi32(__m512i a, __m512i b) {
-  for (int i = 0; i < 16; ++i) a[i] = static_cast<int32_t>(static_cast<uint32_t>(a[i]) - static_cast<uint32_t>(b[i]));
-  return a;
-}
-
 // vpdpbusd: four unsigned by four signed bytes per lane; the sum wraps.
 template <class Vector>
 Vector vpdpbusd(Vector sum, Vector left, Vector right) {
@@ -238,23 +233,13 @@ inline __m512i _mm512_broadcast_i64x4(__m256i x) {
   for (int i = 0; i < 16; ++i) out[i] = x[i % 8];
   return out;
 }
-inline __m256i _mm256_castsi128_si256(__m128i x) { return __m256i{x[0], x[1], x[2], x[3], 0x5a5a5a5a, 0x5a5a5a5a, 0x5a5a5a5a, 0x5a5a5a5a}; }
-inline __m256i _mm256_inserti128_si256(__m256i a, __m128i x, int half) {
-  for (int i = 0; i < 4; ++i) a[4 * half + i] = x[i];
-  return a;
-}
-inline __m512i _mm512_inserti64x4(__m512i a, __m256i x, int half) {
-  for (int i = 0; i < 8; ++i) a[8 * half + i] = x[i];
-  return a;
-}
-inline __m512i _mm512_castsi256_si512(__m256i x) { return _mm512_inserti64x4(_mm512_set1_epi32(0x5a5a5a5a), x, 0); }
-// vpermt2b: bits 0 to 5 of a byte of the order pick a byte of `low`, or, with bit 6, of `high`.
-inline __m512i vpermt2b(__m512i low, __m512i order, __m512i high) {
-  uint8_t x[128], at[64], out[64];
-  std::memcpy(x, &low, 64);
-  std::memcpy(x + 64, &high, 64);
+inline __m512 _mm512_castsi512_ps(__m512i a) { return emulated::bits<__m512>(a); }
+// vpermb: bits 0 to 5 of a byte of the order pick a byte.
+inline __m512i vpermb(__m512i order, __m512i a) {
+  uint8_t x[64], at[64], out[64];
+  std::memcpy(x, &a, 64);
   std::memcpy(at, &order, 64);
-  for (int i = 0; i < 64; ++i) out[i] = x[at[i] & 127];
+  for (int i = 0; i < 64; ++i) out[i] = x[at[i] & 63];
   return emulated::load<__m512i>(out);
 }
 inline __m512i _mm512_castsi128_si512(__m128i x) { return _mm512_mask_broadcast_i32x4(_mm512_set1_epi32(0x5a5a5a5a), 15, x); }

@@ -13,9 +13,8 @@ ASSEMBLY = {  # and what takes its place
     'asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(dense), "m"(*reinterpret_cast<const int32_t*>(four)));': (
         "dot_bytes(sum, dense, _mm512_set1_epi32(four_bytes(four)));"
     ),
-    'asm("vpermt2b %2, %1, %0" : "+v"(quads) : "v"(order), "v"(_mm512_castsi256_si512(high)));': (
-        "quads = vpermt2b(quads, order, _mm512_castsi256_si512(high));"
-    ),
+    'asm("vpermb %1, %2, %0" : "=v"(quads) : "v"(k), "v"(order));': "quads = vpermb(order, k);",
+    'asm("" : "+v"(sum[r][q]));': "{}",
     '__builtin_cpu_supports("avx512vbmi")': "emulated::has_vbmi",
     'asm volatile("" : "+v"(kept[0]), "+v"(kept[1]), "+v"(kept[2]), "+v"(kept[3]));': "",
     '__attribute__((target("avx512vbmi2"))) ': "",
@@ -81,7 +80,8 @@ extern "C" void spmm(int emulated, int threads, const int64_t* row_start, const 
   const Job job{&engine_of(emulated), &args};
   args.parts = spmm_panel_parts(args, job.engine->spmm_parts);
   args.staged_panels = spmm_staged_panels(args, threads, job.engine->spmm_columns * args.parts);
-  run_thread_group(threads, spmm_shared_bytes(args), spmm_local_bytes(args, job.engine->spmm_scratch_bytes),
+  const int64_t own = threads > 1 && job.engine->spmm_alone ? spmm_own_bytes(args, job.engine->spmm_columns * args.parts) : 0;
+  run_thread_group(threads, spmm_shared_bytes(args), spmm_local_bytes(args, job.engine->spmm_scratch_bytes) + own,
                    [](const void* p, ThreadGroup& group) {
     const Job& j = *static_cast<const Job*>(p);
     j.engine->spmm(*static_cast<const SpmmArgs*>(j.args), group);
@@ -121,9 +121,8 @@ extern "C" void attention(int emulated, int threads, const int64_t* row_start, c
 def build_emulated_engine(folder: Path) -> ctypes.CDLL:
     """The engine's AVX-512 and portable builds as a library of this machine."""
     shutil.copy(Path(__file__).with_name("avx512_emulated.hpp"), folder / "immintrin.h")
-    shutil.copy(SOURCES / "avx512.cpp", folder)
     found = 0
-    for name in ("avx512_few.hpp", "amx.hpp"):
+    for name in ("avx512.cpp", "avx512_few.hpp", "amx.hpp"):
         source = (SOURCES / name).read_text()
         for assembly, replacement in ASSEMBLY.items():
             found += source.count(assembly)
