@@ -94,7 +94,7 @@ def select_config(problem: GemmProblem, part: Part, arch: str, num_sms: int) -> 
     chosen = choose(m, n, part.size, problem.products, arch, out=out, source=source, num_sms=num_sms, glu=problem.glu)
     is_last = part.first + part.size == problem.shape[2]
     chosen = replace(chosen, activation=problem.activation if is_last else None)
-    return chosen.side_by_side if takes_runs(part.out) else chosen
+    return chosen.side_by_side if takes_runs(part.out, part.c) else chosen
 
 
 _INT4_ARCHES = ("sm_80", "sm_86", "sm_87", "sm_88", "sm_89")
@@ -310,7 +310,7 @@ def gemm_cuda(problem: GemmProblem, out: Tensor, config: GemmConfig | None = Non
                 given = replace(
                     config, out=chosen.out, source=chosen.source, activation=chosen.activation, glu=chosen.glu
                 )
-                chosen = given.side_by_side if takes_runs(part.out) else replace(given, adjacent=0)
+                chosen = given.side_by_side if takes_runs(part.out, part.c) else replace(given, adjacent=0)
             if problem.gate is not None:
                 chosen = replace(chosen, gated=True)
             _launch(problem, part, chosen, a, b)

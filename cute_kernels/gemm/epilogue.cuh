@@ -169,6 +169,58 @@ struct RowFactors {
   __device__ float scale(const GemmOutput<C>& to, int block, int half) const { return to.alpha * held[block][half]; }
 };
 
+// Load what c has beside the eight results of a lane, a run at a time where it is aligned as the output is; zeros where not `present`.
+template <class C>
+__device__ __forceinline__ void load_eight(bool present, const typename C::Source* from, typename C::Source (&to)[8]) {
+  constexpr int kBytes = C::kAdjacent * int(sizeof(typename C::Source));  // of a run
+  using Word = cuda::std::conditional_t<kBytes % 16 == 0, uint4, uint2>;
+  CUTE_UNROLL
+  for (int i = 0; i < 8; i += C::kAdjacent) {
+    CUTE_UNROLL
+    for (int word = 0; word < kBytes / int(sizeof(Word)); ++word) {
+      const Word x = present ? reinterpret_cast<const Word*>(from + kRunColumns<C::kAdjacent>[i])[word] : Word{};
+      reinterpret_cast<Word*>(to + i)[word] = x;
+    }
+  }
+}
+
+// c beside a warp's results of kBlocks blocks of 16 rows, `step` rows apart; (row, column) as in write_fragment. It is loaded before the
+// sums are there if a thread has the registers beside theirs, else 32 columns at a time.
+template <class C, int kBlocks, int kColumns, bool kPresent = GemmOutput<C>::kHasSource>
+struct SourceRuns {
+  using Source = typename C::Source;
+  static constexpr int kSums = kBlocks * kColumns / 2, kWords = kSums * int(sizeof(Source)) / 4;
+  static constexpr bool kEarly = kWords <= 64 && kWords + C::kLevels * kSums <= 160;
+  alignas(16) Source held[kEarly ? kColumns / 32 : 1][2 * kBlocks][8];
+
+  __device__ __forceinline__ SourceRuns(const GemmOutput<C>& to, int row, int step, int column, int lane) {
+    CUTE_UNROLL
+    for (int part = 0; kEarly && part < kColumns / 32; ++part) load(to, row, step, column + 32 * part, lane, held[part]);
+  }
+
+  // Beside eight results of each row from `column` on, `part` times 32 behind the first one.
+  __device__ __forceinline__ auto& of(const GemmOutput<C>& to, int row, int step, int column, int lane, int part) {
+    if constexpr (!kEarly) load(to, row, step, column, lane, held[0]);
+    return held[kEarly ? part : 0];
+  }
+
+  static __device__ __forceinline__ void load(const GemmOutput<C>& to, int row, int step, int column, int lane,
+                                              Source (&found)[2 * kBlocks][8]) {
+    const int own = column + lane % 4 * C::kAdjacent;
+    CUTE_UNROLL
+    for (int pair = 0; pair < 2 * kBlocks; ++pair) {
+      const int at = row + step * (pair / 2) + lane / 4 + pair % 2 * 8;
+      load_eight<C>(at < to.m && own < to.n, to.c + int64_t{at} * to.c_pitch + own, found[pair]);
+    }
+  }
+};
+template <class C, int kBlocks, int kColumns>
+struct SourceRuns<C, kBlocks, kColumns, false> {
+  NoSource held[2 * kBlocks][8];
+  __device__ SourceRuns(const GemmOutput<C>&, int, int, int, int) {}
+  __device__ auto& of(const GemmOutput<C>&, int, int, int, int, int) { return held; }
+};
+
 // Load the elements of `from` at those columns; `otherwise` beyond the last one.
 template <class Value>
 __device__ __forceinline__ void load_quad(const Value* from, bool present, int remaining, Value otherwise, Value (&to)[8]) {
@@ -320,12 +372,13 @@ __device__ __forceinline__ void store_eight(bool present, typename C::Out* to, c
 }
 
 // Write a warp's accumulators of kBlocks blocks of 16 rows, `step` rows apart, where rows of B lay in the order that gives a lane of a
-// quad 16 bytes of adjacent results: there is nothing to transpose. n % 32 == 0, rows of the output are 16-byte aligned. See
+// quad 16 bytes of adjacent results: there is nothing to transpose. n % 32 == 0, rows of the output and of c are 16-byte aligned. See
 // write_fragment.
 template <class C, int kBlocks, int kRegisters, class Visitor>
 __device__ __forceinline__ void write_adjacent(const GemmOutput<C>& to, uint32_t (&accum)[kBlocks][C::kLevels][kRegisters], int row,
                                                int step, int column, int lane, const RowFactors<C, kBlocks>& rows,
-                                               const ColumnFactors<C, 2 * kRegisters>& factors, const Visitor& visitor) {
+                                               const ColumnFactors<C, 2 * kRegisters>& factors,
+                                               SourceRuns<C, kBlocks, 2 * kRegisters>& sources, const Visitor& visitor) {
   CUTE_UNROLL
   for (int block = 0; block < kBlocks; ++block) to.template fold<kTakesMagnitudes<C, Visitor>>(accum[block]);
   CUTE_UNROLL
@@ -333,6 +386,7 @@ __device__ __forceinline__ void write_adjacent(const GemmOutput<C>& to, uint32_t
     const int inside = lane % 4 * C::kAdjacent, own = column + 8 * first + inside;
     float col_scale[8], bias[8];
     if constexpr (!GemmOutput<C>::kIntegral) factors.take(first / 4, inside, kRunColumns<C::kAdjacent>, col_scale, bias);
+    const auto& source = sources.of(to, row, step, column + 8 * first, lane, first / 4);
     CUTE_UNROLL
     for (int pair = 0; pair < 2 * kBlocks; ++pair) {
       const int block = pair / 2, half = pair % 2, at = row + step * block + lane / 4 + 8 * half;
@@ -342,11 +396,7 @@ __device__ __forceinline__ void write_adjacent(const GemmOutput<C>& to, uint32_t
       CUTE_UNROLL
       for (int i = 0; i < 8; ++i) {
         const int r = 4 * (first + i / 2) + 2 * half + i % 2;
-        typename C::Source source;
-        if constexpr (GemmOutput<C>::kHasSource) {
-          source = present ? to.c[int64_t{at} * to.c_pitch + own + kRunColumns<C::kAdjacent>[i]] : typename C::Source(0);
-        }
-        result[i] = to.finish(accum[block][0][r], source, row_scale, col_scale[i], bias[i]);
+        result[i] = to.finish(accum[block][0][r], source[pair][i], row_scale, col_scale[i], bias[i]);
         if constexpr (kTakesMagnitudes<C, Visitor>) {
           visitor(result[i], __uint_as_float(accum[block][1][r]) * fabsf(row_scale * col_scale[i]));
         } else {

@@ -194,9 +194,13 @@ def _is_aligned(out: Tensor) -> bool:
     return out.data_ptr() % ALIGNMENT == 0 and pitch * out.element_size() % ALIGNMENT == 0
 
 
-def takes_runs(out: Tensor) -> bool:
-    """Return whether a lane may write 16 bytes at a time to `out`, (M, N), without a look at what is beyond N."""
-    return out.shape[1] % RUN == 0 and _is_aligned(out)
+def takes_runs(out: Tensor, c: Tensor | None = None) -> bool:
+    """Return whether a lane may write 16 bytes at a time to `out`, (M, N), without a look at what is beyond N.
+
+    And read as many at a time of `c`.
+    """
+    is_read = c is None or ((c.shape[1] == 1 or c.stride(1) == 1) and _is_aligned(c))
+    return out.shape[1] % RUN == 0 and _is_aligned(out) and is_read
 
 
 class EpilogueArguments(NamedTuple):

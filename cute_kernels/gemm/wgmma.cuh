@@ -240,6 +240,7 @@ __device__ void consumer_loop(const GroupGemm<C>& gemm, const GemmOutput<C>& to,
     const RowFactors<C, G::kBlocks> rows(to, m, 64, lane);
     const ColumnFactors<C, G::kColumns> columns(to, n, lane);
     const cuda::std::conditional_t<C::kGlu, ColumnFactors<C, G::kColumns>, NoFactors> others(to, n, lane, to.n);
+    cuda::std::conditional_t<(C::kAdjacent > 0), SourceRuns<C, G::kBlocks, G::kColumns>, NoFactors> sources(to, m, 64, n, lane);
     typename G::Accumulators accum = {};  // zeroed here: with ScaleOut::Zero, the old registers would stay live
     if (C::kPingPong) warp_group::named_barrier_sync(1 + group, 256);
     mma_tile(gemm, accum, at, block);
@@ -252,7 +253,7 @@ __device__ void consumer_loop(const GroupGemm<C>& gemm, const GemmOutput<C>& to,
       if constexpr (C::kGlu) {
         write_glu(to, accum, m, 64, n, lane, rows, columns, others);
       } else if constexpr (C::kAdjacent > 0) {
-        write_adjacent(to, accum, m, 64, n, lane, rows, columns, visitor);
+        write_adjacent(to, accum, m, 64, n, lane, rows, columns, sources, visitor);
       } else {
         CUTE_UNROLL
         for (int own = 0; own < G::kBlocks; ++own) {

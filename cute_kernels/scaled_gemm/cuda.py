@@ -284,7 +284,7 @@ def scaled_gemm_cuda(
             kind, source = _output_types(problem)
             chosen = replace(config, out=kind, source=source)
         if isinstance(chosen, ScaledGemmConfig) and chosen.adjacent:
-            chosen = chosen.side_by_side if takes_runs(out) else replace(chosen, adjacent=0)
+            chosen = chosen.side_by_side if takes_runs(out, problem.c) else replace(chosen, adjacent=0)
         epilogue = epilogue_arguments(out, problem.a.scale, problem.b.scale, problem.bias, problem.c)
         if isinstance(chosen, Tcgen05Config):
             _launch_tcgen05(problem, chosen, epilogue)

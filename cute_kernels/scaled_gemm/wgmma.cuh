@@ -354,8 +354,9 @@ __device__ void multiply_tiles(const FloatGemm<C>& gemm, const GemmOutput<C>& to
       }
       const int first = row + group * 64 + threadIdx.x / 32 % 4 * 16, lane = threadIdx.x % 32;
       if constexpr (C::kAdjacent > 0) {
+        SourceRuns<C, 1, C::kTileN> sources(to, first, 64, column, lane);
         write_adjacent(to, bits, first, 64, column, lane, RowFactors<C, 1>(to, first, 64, lane),
-                       ColumnFactors<C, C::kTileN>(to, column, lane), NoVisitor{});
+                       ColumnFactors<C, C::kTileN>(to, column, lane), sources, NoVisitor{});
       } else {
         write_fragment(to, bits[0], first, column, lane);
       }

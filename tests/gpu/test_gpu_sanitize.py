@@ -336,6 +336,21 @@ def test_dense_product_that_ends_in_integers(arch: str, n: int) -> None:
 
 
 @needs_warp_groups
+@pytest.mark.parametrize("n", [203, 224])
+@pytest.mark.parametrize("config", gemm_candidates(Products(1, 1, 1), "sm_90a"), ids=lambda config: config.name)
+def test_dense_product_and_a_source(config: GemmConfig, n: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randint(-99, 99, shape, generator=generator).to(torch.int8) for shape in ((270, 304), (304, n)))
+    for dtype in (torch.bfloat16, torch.float32):
+        c = torch.randn(270, n, generator=generator).to(dtype)
+        found = gemm(
+            a.cuda(), b.cuda(), c=c.cuda(), beta=1.0, alpha=1e-5, out_dtype=torch.bfloat16, config=config
+        )  # fmt: skip
+        want = gemm(a, b, c=c, beta=1.0, alpha=1e-5, out_dtype=torch.bfloat16)
+        assert torch.allclose(found.cpu().float(), want.float(), rtol=2.0**-7, atol=1e-5)
+
+
+@needs_warp_groups
 @pytest.mark.parametrize("n", [128, 448])
 @pytest.mark.parametrize("config", [each for each in gemm_candidates(Products(1, 1, 1), "sm_90a") if each.tile_n % 64 == 0],
                          ids=lambda config: config.name)  # fmt: skip

@@ -115,18 +115,20 @@ def test_each_number_of_terms_with_factors_and_bias(terms: tuple[int, int, int])
                 assert_near(got, sums + bias.double(), sums.abs().max() + 4)
 
 
+@pytest.mark.parametrize("n", [200, 224])  # pairs of columns, and runs of them
 @pytest.mark.configs(
     [c for out in ("float16", "float32") for s in ("float16", "float32") for c in every(SINGLE, out, s)]
 )
-def test_c_is_added_from_any_type_and_may_be_the_output() -> None:
-    m, k, n = 333, 512, 200
+def test_c_is_added_from_any_type_and_may_be_the_output(n: int) -> None:
+    m, k = 333, 512
     a, b = [ints(m, k, 1)], [ints(k, n, 2)]
     sums = total(a, b, SINGLE) * 2.0**-12
     for out in (torch.float16, torch.float32):
         for source in (torch.float16, torch.float32):
             c = torch.randn(m, n, device="cuda", dtype=source)
             for config in every(SINGLE, "float16"):
-                for given in (c, c.t().contiguous().t(), torch.cat((c, c), 1)[:, :n]):
+                wide, shifted = torch.cat((c, c), 1)[:, :n], torch.cat((c[:, :1], c), 1)[:, 1:]  # not aligned
+                for given in (c, c.t().contiguous().t(), wide, shifted):
                     got = run(
                         a, b, config, torch.empty(m, n, dtype=out, device="cuda"), alpha=2.0**-12, beta=-2.0, c=given
                     )

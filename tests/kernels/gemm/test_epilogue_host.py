@@ -91,19 +91,21 @@ struct Config {{
 }};
 }}
 using namespace magicube;
-extern "C" const char* run(const int* sums, {out}* out, const float* c, int64_t pitch, int m, int n, const float* rows,
+extern "C" const char* run(const int* sums, {out}* out, const {source}* c, int64_t pitch, int m, int n, const float* rows,
                            const float* columns, const float* bias, float* squares) {{
   return host::run(1, 32, 1, false, [=] {{
-    uint32_t accum[2][{levels}][48];  // two blocks of 16 rows, 96 columns
+    constexpr int kColumns = {columns};
+    uint32_t accum[2][{levels}][kColumns / 2];  // two blocks of 16 rows
     const int lane = threadIdx.x, g = lane / 4, t = lane % 4;
-    for (int block = 0; block < 2; ++block) for (int level = 0; level < {levels}; ++level) for (int r = 0; r < 48; ++r) {{
+    for (int block = 0; block < 2; ++block) for (int level = 0; level < {levels}; ++level) for (int r = 0; r < kColumns / 2; ++r) {{
       const int row = 16 * block + g + r / 2 % 2 * 8;
-      accum[block][level][r] = sums[(level * 32 + row) * 96 + r / 4 * 8 + 2 * t + r % 2];
+      accum[block][level][r] = sums[(level * 32 + row) * kColumns + r / 4 * 8 + 2 * t + r % 2];
     }}
     float seen = 0.0f, magnitudes = 0.0f;
-    const GemmOutput<Config> to{{out, {c}, rows, columns, bias, pitch, pitch, m, n, 0.5f, 2.0f, 0x1p-8f, 0x1p-16f, true, 1.0f}};
-    write_adjacent(to, accum, 0, 16, 0, lane, RowFactors<Config, 2>(to, 0, 16, lane), ColumnFactors<Config, 96>(to, 0, lane),
-                   [&](auto x{magnitude}) {{ seen += x * x{add}; }});
+    const GemmOutput<Config> to{{out, c, rows, columns, bias, pitch, pitch, m, n, 0.5f, 2.0f, 0x1p-8f, 0x1p-16f, true, 1.0f}};
+    SourceRuns<Config, 2, kColumns> sources(to, 0, 16, 0, lane);
+    write_adjacent(to, accum, 0, 16, 0, lane, RowFactors<Config, 2>(to, 0, 16, lane), ColumnFactors<Config, kColumns>(to, 0, lane),
+                   sources, [&](auto x{magnitude}) {{ seen += x * x{add}; }});
     squares[lane] = seen, squares[32 + lane] = magnitudes;
   }});
 }}
@@ -225,38 +227,44 @@ def test_the_visitor_gets_results_and_magnitudes(levels: int, vector: bool, tmp_
     assert float(squares[1].double().sum()) == pytest.approx(float(magnitudes.square().sum()), rel=1e-6)
 
 
-@pytest.mark.parametrize(("out", "levels", "with_c"), [("float", 1, True), ("float", 2, False), ("int8_t", 1, False)])
-def test_columns_side_by_side_lie_where_rows_of_b_were_put(out: str, levels: int, with_c: bool, tmp_path: Path) -> None:
-    m, n, adjacent = 27, 64, 4 if out == "float" else 8
+@pytest.mark.parametrize(
+    ("out", "levels", "source", "width"),
+    [
+        ("float", 1, "float", 96), ("float", 1, "float", 64), ("float", 1, "int16_t", 96), ("int8_t", 1, "float", 64),
+        ("float", 2, "float", 64), ("float", 2, "NoSource", 96), ("int8_t", 1, "NoSource", 96),
+    ],
+)  # fmt: skip
+def test_columns_side_by_side_lie_where_rows_of_b_were_put(
+    out: str, levels: int, source: str, width: int, tmp_path: Path
+) -> None:
+    m, n, adjacent, with_c = 27, 64, 4 if out == "float" else 8, source != "NoSource"
     generator = torch.Generator().manual_seed(levels)
-    sums = torch.randint(-90, 90, (levels, 32, 96), generator=generator, dtype=torch.int32)
-    shape, steps, _ = row_order(96, 96, adjacent)
+    sums = torch.randint(-90, 90, (levels, 32, width), generator=generator, dtype=torch.int32)
+    shape, steps, _ = row_order(width, width, adjacent)
     placed = torch.arange(1)
     for size, step in zip(shape, steps, strict=True):  # the fastest index first
         placed = (placed[None] + torch.arange(size)[:, None] * step).flatten()
-    assert torch.equal(placed.sort().values, torch.arange(96))
-    rows, columns, bias = (
-        2.0 ** (torch.arange(32) % 3 - 1),
-        2.0 ** (torch.arange(96) % 3).float(),
-        torch.arange(96.0) - 8,
-    )
-    got = torch.full((32, 96), 99.0).to(torch.float32 if out == "float" else torch.int8)
-    c = torch.randint(-9, 9, (32, 96), generator=generator).float()
-    source = ADJACENT.format(
+    assert torch.equal(placed.sort().values, torch.arange(width))
+    rows, columns = 2.0 ** (torch.arange(32) % 3 - 1), 2.0 ** (torch.arange(width) % 3).float()
+    bias = torch.arange(float(width)) - 8
+    got = torch.full((32, width), 99.0).to(torch.float32 if out == "float" else torch.int8)
+    c = torch.randint(-9, 9, (32, width), generator=generator).to(torch.int16 if source == "int16_t" else torch.float32)
+    text = ADJACENT.format(
         header=Path(__file__).parents[1] / "estimate" / "cta_host.hpp", pack=PACK, levels=levels, adjacent=adjacent, out=out,
-        source="float" if with_c else "NoSource", c="c" if with_c else "nullptr", magnitude=", float y" if levels > 1 else "",
+        source=source, columns=width, magnitude=", float y" if levels > 1 else "",
         add=", magnitudes += y" if levels > 1 else "",
     )  # fmt: skip
-    run = _compiled(source, tmp_path).run
+    run = _compiled(text, tmp_path).run
     run.restype = ctypes.c_char_p
     squares, given = torch.zeros(2, 32), sums[:, :, placed].contiguous()
     pointers = [ctypes.c_void_p(each.data_ptr()) for each in (given, got, c, rows, columns, bias, squares)]
-    assert not run(*pointers[:3], ctypes.c_int64(96), m, n, *pointers[3:])
+    assert not run(*pointers[:3], ctypes.c_int64(width), m, n, *pointers[3:])
     weights = torch.tensor([1.0, 2.0**-8])[:levels, None, None]
     rows[m:], columns[n:], bias[n:] = 1.0, 1.0, 0.0  # what does not exist is visited, with these
+    c[m:], c[:, n:] = 0, 0
     scale = 0.5 * rows[:, None] * columns
-    every = (sums * weights).sum(0) * scale + bias
-    want = (every + 2 * c if with_c else every)[:m, :n]
+    every = (sums * weights).sum(0) * scale + bias + (2 * c if with_c else 0)
+    want = every[:m, :n]
     assert torch.equal(got[:m, :n], want if out == "float" else want.round().clamp(-128, 127).to(torch.int8))
     assert bool((got[m:] == 99).all() and (got[:, n:] == 99).all())
     if levels > 1:
