@@ -1,5 +1,6 @@
 """Layers for PyTorch models: sparse quantized weights, fine-tuning, calibration, conversion of a whole model."""
 
+from magicube_cutlass.dispatch.graph_sums import compile_options
 from magicube_cutlass.nn.attention import SparseQuantAttention
 from magicube_cutlass.nn.auto_plan import Budget, PlanChoice
 from magicube_cutlass.nn.calibration import calibrate
@@ -31,6 +32,7 @@ __all__ = [
     "SparseQuantConfig",
     "SparseQuantLinear",
     "calibrate",
+    "compile_options",
     "convert",
     "fold_smooth",
     "fuse",

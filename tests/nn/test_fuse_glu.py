@@ -180,6 +180,34 @@ def test_integers_of_gated_results_are_divided_by_the_smooth_scale_of_their_read
     assert not joint.is_current and torch.isfinite(model(x)).all() and joint.is_current
 
 
+@torch.no_grad()
+def test_floats_of_gated_results_are_divided_for_a_reader_without_a_static_scale(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch.manual_seed(0)
+    model, x = Blocks(Gated(True)).eval(), torch.randn(9, 64)
+    model.mlps[0].up.weight[5] *= 40
+    mc.convert(model, QuantConfig("int8"), data=[x], smooth=0.7, freeze=True, progress=False)
+    want = model(x)
+    assert fuse(model, x).glu == {"mlps.0": "mlps.0.down"}
+    by_gemm(model, monkeypatch)
+    down, joint = model.mlps[0].down, model.mlps[0].gate._joint
+    h = nn.functional.silu(joint.layer(x)[..., :96]) * joint.layer(x)[..., 96:]
+    assert joint.divides and torch.allclose(joint.glu(x, None), h / down.smooth, rtol=1e-5, atol=1e-6)
+    got = model(x)
+    assert float((got - want).norm() / want.norm()) < 2e-2
+    with torch.inference_mode():
+        torch._dynamo.reset()
+        compiled = torch.compile(model, fullgraph=True, backend="eager")(x)
+    assert float((compiled - got).norm() / got.norm()) < 1e-2
+    seen: list[Tensor] = []
+    hook = down.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    assert not joint.takes_glu(x)  # the hook sees the rows that are not divided
+    assert float((model(x) - want).norm() / want.norm()) < 2e-2 and torch.allclose(seen[0], h, rtol=1e-5, atol=1e-6)
+    hook.remove()
+    assert joint.takes_glu(x)
+
+
 def test_what_the_module_does_in_training_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
     class Dropped(Gated):
         def forward(self, x: Tensor) -> Tensor:

@@ -49,16 +49,24 @@ class LayerRecord:
         self._like = x.new_empty(1, dtype=dtype).expand(x.shape[0], outputs)  # (N, M)
         self._replays = Kept(_REPLAYS)
 
-    def __call__(self, x: Tensor, act_scale: Tensor | None, bias: Tensor | None) -> Tensor | None:
-        """Return the product (N, M), or None if the bias is another one or was written to."""
+    def __call__(
+        self, x: Tensor, act_scale: Tensor | None, bias: Tensor | None, source: Tensor | None = None
+    ) -> Tensor | None:
+        """Return the product (N, M), or None if the bias is another one or was written to.
+
+        `source` (N, M) is added, by the int8 GEMM alone; always one of a dtype, or none.
+        """
         if bias is not self.bias or not is_current(self, self._seen):
             return None
         out = torch.empty_like(self._like, memory_format=torch.contiguous_format)
-        addresses = x.data_ptr(), out.data_ptr(), 0 if act_scale is None else act_scale.data_ptr()
-        self._replays.run(None, addresses, out.device, lambda: self._launch(x, act_scale, out))
+        scale, added = 0 if act_scale is None else act_scale.data_ptr(), 0 if source is None else source.data_ptr()
+        self._replays.run(
+            None, (x.data_ptr(), out.data_ptr(), scale, added), out.device,
+            lambda: self._launch(x, act_scale, source, out),
+        )  # fmt: skip
         return out
 
-    def _launch(self, x: Tensor, act_scale: Tensor | None, out: Tensor) -> tuple[Tensor, ...]:
+    def _launch(self, x: Tensor, act_scale: Tensor | None, source: Tensor | None, out: Tensor) -> tuple[Tensor, ...]:
         """Write the product by kernels of the library alone."""
         raise NotImplementedError
 
@@ -97,11 +105,12 @@ class GemmRecord(LayerRecord):
         sizes = (1,) if x.is_floating_point() else (1, x.shape[0])
         return act_scale is None or (act_scale.dtype == torch.float32 and act_scale.numel() in sizes)
 
-    def _launch(self, x: Tensor, act_scale: Tensor | None, out: Tensor) -> tuple[Tensor, ...]:
+    def _launch(self, x: Tensor, act_scale: Tensor | None, source: Tensor | None, out: Tensor) -> tuple[Tensor, ...]:
         data, scale = _quantized(x, act_scale) if x.is_floating_point() else (x, act_scale)
         gemm(
-            data, self._right, scale_a=scale, scale_b=self._scale, bias=self._float_bias, activation=self._activation,
-            out_scale=self._out_scale, glu=self._glu, out=out, out_dtype=out.dtype,
+            data, self._right, scale_a=scale, scale_b=self._scale, bias=self._float_bias, c=source,
+            beta=0.0 if source is None else 1.0, activation=self._activation, out_scale=self._out_scale, glu=self._glu,
+            out=out, out_dtype=out.dtype,
         )  # fmt: skip
         return ()
 
@@ -120,7 +129,7 @@ class FloatRecord(LayerRecord):
             return False
         return act_scale is None or (act_scale.dtype == torch.float32 and act_scale.numel() == 1)
 
-    def _launch(self, x: Tensor, act_scale: Tensor | None, out: Tensor) -> tuple[Tensor, ...]:
+    def _launch(self, x: Tensor, act_scale: Tensor | None, source: Tensor | None, out: Tensor) -> tuple[Tensor, ...]:
         rows = encoded(x, self._act, act_scale).operand()
         scaled_gemm(rows, self._weight, bias=self._float_bias, out=out, out_dtype=out.dtype)
         return ()
@@ -140,11 +149,13 @@ class FewRowsRecord(LayerRecord):
             return False
         return act_scale is None or (act_scale.dtype == torch.float32 and act_scale.numel() == 1)
 
-    def __call__(self, x: Tensor, act_scale: Tensor | None, bias: Tensor | None) -> Tensor | None:
+    def __call__(
+        self, x: Tensor, act_scale: Tensor | None, bias: Tensor | None, source: Tensor | None = None
+    ) -> Tensor | None:
         """Return the product (N, M), or None if the bias is another one or was written to, or rows are misaligned."""
-        return None if x.data_ptr() % _ALIGNMENT else super().__call__(x, act_scale, bias)
+        return None if x.data_ptr() % _ALIGNMENT else super().__call__(x, act_scale, bias, source)
 
-    def _launch(self, x: Tensor, act_scale: Tensor | None, out: Tensor) -> tuple[Tensor, ...]:
+    def _launch(self, x: Tensor, act_scale: Tensor | None, source: Tensor | None, out: Tensor) -> tuple[Tensor, ...]:
         rows, scale = x, None
         if self._act == "int8":
             data, scale = _quantized(x, act_scale)
@@ -167,7 +178,7 @@ class FewRowsInt8Record(LayerRecord):
             return False
         return act_scale is None or (act_scale.dtype == torch.float32 and act_scale.numel() == 1)
 
-    def _launch(self, x: Tensor, act_scale: Tensor | None, out: Tensor) -> tuple[Tensor, ...]:
+    def _launch(self, x: Tensor, act_scale: Tensor | None, source: Tensor | None, out: Tensor) -> tuple[Tensor, ...]:
         data, scale = _quantized(x, act_scale)
         few_rows_int8_product(data, self._weight, self._float_bias, row_scale=scale, out=out)
         return ()

@@ -231,14 +231,13 @@ class QuantLinear(QuantState):
         except KeyError:  # a parametrization
             weight, bias = self.weight, self.bias
         learns = torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in (x, weight, bias))
-        activation = self.config.activation
         if torch.compiler.is_compiling():
             return self._compiled(x, learns)
         if learns:
-            return activate(linear_op.QuantProduct.apply(x, weight, bias, self), activation)
+            return activate(linear_op.QuantProduct.apply(x, weight, bias, self), self.config.activation)
         if is_transformed(x):
             raise transform_error("x")
-        return linear_op.forward_rows(self, x, bias, activation, self._out_scale())
+        return linear_op.forward_rows(self, x, bias, self.config.activation, self._out_scale())
 
     def _of_integers(self, x: Tensor) -> Tensor:
         """The output for rows that the layer before has quantized: see :func:`fuse_quantization`."""
@@ -247,8 +246,15 @@ class QuantLinear(QuantState):
             raise TypeError(f"x must be a float tensor, got {x.dtype}{hint}")
         return self._multiply_rows(x, self.act_scale, torch.float32 if self.like is None else self.like.dtype)
 
+    def _of_divided(self, x: Tensor, of_kernel: bool = True) -> Tensor:
+        """The output for float rows (..., in) over the smooth scale, by the int8 GEMM."""
+        rows, scale = x, self.act_scale
+        if torch.compiler.is_compiling():
+            rows, scale = linear_op.quantized_rows(x.reshape(-1, self.in_features), scale, of_kernel)
+        return self._multiply_rows(rows.view(x.shape), scale, x.dtype)
+
     def _multiply_rows(self, x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """The output (..., out) for int8 rows (..., in): of `dtype`, or of integers that the next layer takes."""
+        """The output (..., out) for such rows or int8 ones: of `dtype`, or of integers that the next layer takes."""
         rows, out_scale, activation = x.reshape(-1, self.in_features), self._out_scale(), self.config.activation
         dtype, tensors = dtype if out_scale is None else torch.int8, (self.qweight, self.scale, self.bias, out_scale)
         if torch.compiler.is_compiling():
@@ -259,22 +265,20 @@ class QuantLinear(QuantState):
 
     def _compiled(self, x: Tensor, learns: bool) -> Tensor:
         """As :meth:`forward`, in a graph."""
-        rows, activation = x.reshape(-1, self.in_features), self.config.activation
+        rows, config = x.reshape(-1, self.in_features), self.config
         if learns:
             y = linear_op.quant_linear_train(rows, self.weight, self.bias, self._number)
-            return activate(y, activation).view(*x.shape[:-1], self.out_features)
+            return activate(y, config.activation).view(*x.shape[:-1], self.out_features)
         if self.weight is not None:
             raise RuntimeError("a QuantLinear is compiled for inference without its master weight: call freeze()")
         rows = rows if self.smooth is None else smoothed(rows, inverse_of(self.smooth))
-        config = self.config
         if x.is_cuda and x.dtype != torch.float64 and config.kind == ("int8", "int8", None):
-            integers, scales = linear_op.quantized_rows(rows, self.act_scale, self.reads_kernel)
-            return self._multiply_rows(integers.view(x.shape), scales, x.dtype)
+            return self._of_divided(rows.view(x.shape), self.reads_kernel)
         y = linear_op.quant_linear(
             rows, self.qweight, self.scale, self.minimum, self.tensor_scale, self.bias, self.act_scale,
             config.weight, config.group_size or 0, self.in_features, config.act,
         )  # fmt: skip
-        return activate(y.view(*x.shape[:-1], self.out_features), activation)
+        return activate(y.view(*x.shape[:-1], self.out_features), config.activation)
 
     def explain(self, rows: int | None = None) -> Explanation:
         """Report what multiplies by this weight, and the bytes that it reads.
@@ -301,8 +305,7 @@ class QuantLinear(QuantState):
             f"{self.config.weight}{group} weight {self.out_features} x {self.in_features}, {size:,} bytes; activations "
             f"{self.act}, {'dynamic' if self.act_scale is None else 'static'}; {product.describe()}"
         )
-        activation = self.config.activation
-        if activation is not None:
+        if (activation := self.config.activation) is not None:
             text += f"; {activation} {'in its epilogue' if product.backend in ('engine', 'gemm') else 'by torch'}"
         writes_integers = product.writes_integers and self._out_scale() is not None
         text += "; it writes int8 by the scale of the next layer" if writes_integers else ""

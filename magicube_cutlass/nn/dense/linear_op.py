@@ -108,9 +108,10 @@ def quantized_rows(x: Tensor, act_scale: Tensor | None, of_kernel: bool = False)
     """Integers (N, K) of float rows (N, K), and their scales (N,), or the given one, in a graph.
 
     A compiler fuses these operators with what makes the rows, and takes them once for all layers that read the same
-    rows. The quotient is of float32: next to a tie it may round to the neighbour of the integer that the library's
-    kernel gives; scales are at least 2^-126. Many wide rows, whose largest values a compiler would find by computing
-    them twice, take that kernel, and from fewer on those `of_kernel`, which a compiler did not make.
+    rows. Rows are multiplied by the inverse of the scale in float32: next to a tie they may round to the integer beside
+    the one that the library's kernel gives; scales are at least 2^-126. Many wide rows, whose largest values a compiler
+    would find by computing them twice, take that kernel, and from fewer on those `of_kernel`, which a compiler did not
+    make.
     """
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
@@ -121,12 +122,25 @@ def quantized_rows(x: Tensor, act_scale: Tensor | None, of_kernel: bool = False)
         return found.data, found.scale.reshape(-1)
     rows = x.float()
     if act_scale is not None:
-        near = (rows / act_scale).round().clamp(-128, 127)
-        return torch.where(rows.isnan(), 0.0, near).to(torch.int8), act_scale  # NaN becomes zero
+        return _integers(rows, act_scale.reciprocal()), act_scale
     largest = rows.abs().amax(1)
     scale = torch.where(largest == 0, 1.0, (largest / 127).clamp_min(torch.finfo(torch.float32).tiny))
     scale = torch.where(largest.isfinite(), scale, torch.nan)
-    return (rows / scale[:, None]).round().clamp(-127, 127).to(torch.int8), scale
+    return _integers(rows, scale.reciprocal()[:, None]), scale
+
+
+_MAGIC = 1.5 * 2**23  # a float32 near it has an integer in its last bits
+
+
+def _integers(rows: Tensor, per_scale: Tensor) -> Tensor:
+    """The nearest integers to float32 products, saturated to int8; 0 for NaN.
+
+    Without conversions between floats and integers, of which a GPU makes a quarter as many as additions. The norm and
+    the sum before the rows included, 1,024 x 576 on an H200: 3.35 us by divisions and conversions, 2.78 so.
+    """
+    steps = rows * per_scale
+    near = torch.where(steps.isnan(), 0.0, steps.clamp(-128, 127)) + _MAGIC
+    return near.view(torch.int32).to(torch.int8)
 
 
 def _multiply_rows(
@@ -139,13 +153,15 @@ def _multiply_rows(
     activation: str,
     glu: bool,
     dtype: torch.dtype,
+    source: Tensor | None = None,
 ) -> Tensor:
     """Output (tokens, out) of int8 rows (tokens, in) with scales (tokens,) or (), by an int8 weight on a GPU.
 
-    `activation` is ``""`` for none; `out_scale` () is that of an int8 output; with `glu`, of out / 2 columns.
+    `activation` is ``""`` for none; `out_scale` () is that of an int8 output; with `glu`, of out / 2 columns. `source`
+    (tokens, out) is added before the activation.
     """
     product = _product_of(data, scale, None, None, "int8", 0, x.shape[1], "int8")
-    return product.by_gemm(x, x_scale, bias, dtype, activation or None, out_scale, glu)
+    return product.by_gemm(x, x_scale, bias, dtype, activation or None, out_scale, glu, source)
 
 
 def _fake_rows(x: Tensor, data: Tensor, glu: bool, dtype: torch.dtype) -> Tensor:

@@ -161,6 +161,7 @@ class DenseProduct:
         activation: str | None = None,
         out_scale: Tensor | None = None,
         glu: bool = False,
+        source: Tensor | None = None,
     ) -> Tensor | None:
         """The product by kernels alone, for rows that they take as they are."""
         from magicube_cutlass.nn.dense.gpu_record import FewRowsInt8Record, FewRowsRecord, FloatRecord, GemmRecord
@@ -168,9 +169,12 @@ class DenseProduct:
         key = key_of(rows, act_scale)
         if key is None:
             return None
-        key = (*key, dtype, activation, None if out_scale is None else out_scale.data_ptr(), glu)
+        if source is not None and not source.is_contiguous():
+            return None
+        added = None if source is None else source.dtype
+        key = (*key, dtype, activation, None if out_scale is None else out_scale.data_ptr(), glu, added)
         record = self._records.get(key)
-        y = None if record is None else record(rows, act_scale, bias)
+        y = None if record is None else record(rows, act_scale, bias, source)
         if y is not None:
             return y
         if self.backend == "few_rows":
@@ -190,7 +194,7 @@ class DenseProduct:
             return None
         _make_room(self._records)
         self._records[key] = record
-        return record(rows, act_scale, bias)
+        return record(rows, act_scale, bias, source)
 
     def by_gemm(
         self,
@@ -201,15 +205,17 @@ class DenseProduct:
         activation: str | None,
         out_scale: Tensor | None,
         glu: bool = False,
+        source: Tensor | None = None,
     ) -> Tensor:
         """Return the product (N, M) with scales per row, on Tensor Cores; (N, M / 2) with `glu`, see ``gemm``.
 
-        Of float rows (N, K), or of int8 ones that are quantized already, with scales (N,) or ().
+        Of float rows (N, K), or of int8 ones that are quantized already, with scales (N,) or (). `source` (N, M) is
+        added.
         """
         from cute_kernels.gemm.api import gemm
 
         assert isinstance(self.weight, GroupTensor)
-        y = self._by_record(rows, act_scale, bias, dtype, activation, out_scale, glu)
+        y = self._by_record(rows, act_scale, bias, dtype, activation, out_scale, glu, source)
         if y is not None:
             return y
         if rows.is_floating_point():
@@ -217,8 +223,8 @@ class DenseProduct:
             rows, act_scale = dense.data, dense.scale
         scale_a = act_scale if act_scale is None or act_scale.ndim == 0 else act_scale.reshape(-1)
         return gemm(
-            rows, self.weight.data.t(), scale_a=scale_a, scale_b=self.weight.scale.reshape(-1), bias=bias,
-            activation=activation, out_scale=out_scale, glu=glu, out_dtype=dtype,
+            rows, self.weight.data.t(), scale_a=scale_a, scale_b=self.weight.scale.reshape(-1), bias=bias, c=source,
+            beta=0.0 if source is None else 1.0, activation=activation, out_scale=out_scale, glu=glu, out_dtype=dtype,
         )  # fmt: skip
 
     def packed_for(self, dtype: torch.dtype) -> PackedWeight:

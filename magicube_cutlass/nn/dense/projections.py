@@ -77,9 +77,10 @@ class JointProjection:
         self._divide()
 
     def _divide(self) -> None:
-        """Divide the second layer's scales and bias by the reader's smooth scale, for integers of ``h / smooth``."""
+        """Divide the second layer's scales and bias by an int8 reader's smooth scale, for results ``h / smooth``."""
         self.divided, self.divided_by = self.layer, None if self.reader is None else self.reader.smooth
-        if self.divided_by is not None and self.layer.config.kind == ("int8", "int8", None):
+        kinds = {each.config.kind for each in (self.layer, self.reader) if each is not None}
+        if self.divided_by is not None and kinds == {("int8", "int8", None)}:
             inverse = inverse_of(self.divided_by)  # (out,)
             factors = torch.cat([torch.ones_like(inverse), inverse])  # (2 out,)
             weight, bias = self.layer.stored_weight(), self.layer.bias
@@ -117,12 +118,19 @@ class JointProjection:
         begin, end = self.rows[place]
         return activate(y[..., begin:end], layer.config.activation)
 
+    @property
+    def divides(self) -> bool:
+        """Whether gated results are divided by the reader's smooth scale."""
+        return self.divided is not self.layer
+
     def _is_divided(self) -> bool:
         return self.reader is None or self.reader._buffers["smooth"] is self.divided_by
 
     def takes_glu(self, x: Tensor) -> bool:
         """Whether :meth:`glu` takes rows: of an int8 layer, without gradients, by a kernel that gates its results."""
-        if any(each._forward_pre_hooks or each._forward_hooks for each in self.layers):
+        reader = self.reader if self.divides else None
+        seen = self.layers if reader is None or reader.takes_integers else (*self.layers, reader)
+        if any(each._forward_pre_hooks or each._forward_hooks for each in seen):
             return False  # what hooks see, as those of a calibration, is made
         learns = torch.is_grad_enabled() and (x.requires_grad or any(_learns(each) for each in self.layers))
         scales = (each._buffers["act_scale"] is scale for each, scale in zip(self.layers, self.act_scales, strict=True))
@@ -132,10 +140,9 @@ class JointProjection:
     def glu(self, x: Tensor, out_scale: Tensor | None) -> Tensor:
         """Return ``h = f(y1) * y2`` (..., out) of two layers, or the reader's integers by its static scale ().
 
-        f is the first layer's activation.
+        f is the first layer's activation. An int8 reader's smooth scale has divided `h`: see :attr:`divides`.
         """
-        layer, activation = self.layer, self.layers[0].config.activation
-        writer = layer if out_scale is None else self.divided
+        layer, activation, writer = self.layer, self.layers[0].config.activation, self.divided
         rows = x.reshape(-1, layer.in_features)
         rows = rows if layer.smooth is None else smoothed(rows, inverse_of(layer.smooth))
         dtype = x.dtype if out_scale is None else torch.int8
@@ -176,8 +183,10 @@ class GatedMLP(nn.Module):
         if not isinstance(joint, JointProjection) or not isinstance(down, QuantLinear) or not joint.takes_glu(x):
             found: Tensor = self._plain(x)
             return found
-        found = down(joint.glu(x, down.act_scale if down.takes_integers else None))
-        return found
+        if down.takes_integers or not joint.divides:
+            found = down(joint.glu(x, down.act_scale if down.takes_integers else None))
+            return found
+        return down._of_divided(joint.glu(x, None))
 
     def train(self, mode: bool = True) -> GatedMLP:
         """Set the mode, of the module that this one replaces too."""

@@ -321,6 +321,32 @@ def test_a_compiled_int8_layer_gives_the_same_but_for_ties(
         assert bool(poisoned[1, 1].isnan().all()) and bool(poisoned[0].isfinite().all())
 
 
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+def test_the_sum_that_ends_a_compiled_graph_is_part_of_its_product(
+    dtype: torch.dtype, compiled: Callable[..., Any]
+) -> None:
+    layer = layer_of(FORMATS[0], dtype).cuda().eval().freeze()
+    back = nn.Linear(layer.out_features, layer.in_features, bias=False, device="cuda", dtype=dtype)
+    x = torch.randn(2, 40, 256, device="cuda", dtype=dtype)
+    last = QuantLinear.from_linear(back).eval().freeze()
+
+    def block(x: Tensor) -> Tensor:
+        return x + last(layer(x))
+
+    with torch.inference_mode():
+        want = block(x)
+        run = compiled(block, options=mc.nn.compile_options())
+        got = run(x)
+        for _ in range(2):
+            assert torch.equal(run(x), got)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
+            run(x)
+            torch.cuda.synchronize()
+    assert got.dtype == dtype and float((got.double() - want.double()).norm() / want.double().norm()) < 1e-2
+    kernels = [each.name for each in found.events() if each.device_type == torch.autograd.DeviceType.CUDA]
+    assert kernels and "gemm" in kernels[-1] and sum("gemm" in name for name in kernels) == 2, kernels
+
+
 def test_a_compiler_quantizes_the_rows_of_several_layers_once(compiled: Callable[..., Any]) -> None:
     layers = nn.ModuleList(layer_of(FORMATS[0], torch.bfloat16).cuda().eval().freeze() for _ in range(3))
     x = torch.randn(32, 256, device="cuda", dtype=torch.bfloat16)
