@@ -30,7 +30,7 @@ import torch
 from harness import text_models as text
 from harness.dlmc_data import Journal, Record
 from harness.gpu_results import save
-from harness.model_runner import LAYERS, Runner, dynamic_layers, fuse_integers, merged, quantized, smoothed
+from harness.model_runner import LAYERS, Runner, as_on_gpu, dynamic_layers, fuse_integers, merged, quantized, smoothed
 from harness.onnx_models import SessionModel, onnx_files, onnx_session
 from harness.smollm_rows import SmolLM
 from torch import Tensor, nn
@@ -44,6 +44,7 @@ SPARSITIES = (0.3, 0.5, 0.7, 0.9)
 METHODS = ("magnitude", "wanda", "obs")
 CALIBRATION = 768  # sentences, as many of each source
 STEPS = 1_200  # of a distillation
+STATIC = ("static", "static everywhere", "static MLPs", "static everywhere fused")
 
 
 class MiniLM(Runner):
@@ -92,6 +93,9 @@ class MiniLM(Runner):
         mc.convert(model, {self.layers: mc.nn.QuantConfig("int8"), "*": None}, freeze=True, progress=False)
         if name == "static":
             mc.nn.calibrate(model, data, progress=False)
+        elif "fused" in name:
+            mc.nn.calibrate(model, data, max_ratio=float("inf"), progress=False)
+            as_on_gpu(model, data[0], ())  # batches have many shapes to compile for
         else:
             fuse_integers(model, data, only_last=name == "static MLPs")
         facts = {"layers with a scale per row": dynamic_layers(model)}
@@ -125,7 +129,7 @@ class MiniLM(Runner):
             "ONNX Runtime int8": partial(self.baseline, "ONNX Runtime int8"),
             "smooth": self.smooth,
             "smooth static": partial(self.smooth, True),
-            **{name: partial(self.static, name) for name in ("static", "static everywhere", "static MLPs")},
+            **{name: partial(self.static, name) for name in STATIC},
             "floor": self.floor,
         }
         for refit in (True, False):

@@ -3,13 +3,15 @@
 Models of transformers with **random weights** in the sizes of all-MiniLM-L6-v2 (6 layers of 384) and SmolLM2-135M (30
 of 576), and one decoder layer of an 8B model (4096, 14336): times do not depend on the values. All products of the
 layers are converted, embeddings and the head stay bfloat16, attention is torch's. Projections that read the same rows
-are one product in our dense layers and in "bfloat16, fused", which shows what that alone is worth. Our dense layers
+are one product in our dense layers and in "bfloat16, fused", which shows what that alone is worth, and in "torch fp8,
+fused", torch's e4m3 with scales per row and per token. Our dense layers
 also apply the activations that follow them, and gate the outputs of gated MLPs: ``magicube_cutlass.nn.fuse``. "static
 MLP": the last layer of an MLP has a static scale, and the one before writes its integers; "static": all have one;
 "smooth static": all have smooth scales, and static ones but for the layers of SmolLM2 that keep a scale per row in
 ``models_static_smollm.json``.
 ``graph``: milliseconds of a replay, median, all ways in turns; ``eager``: of a call without a graph, host included.
-``compiled`` ways are compiled by torch: an encoder whole, a decoder layer by layer. ``error``: relative error of the
+``compiled`` ways are compiled by torch: an encoder whole, a decoder layer by layer, ours with
+:func:`magicube_cutlass.nn.compile_options`. ``error``: relative error of the
 layers' output against bfloat16's. ``decode``: a step for each of the batch's sequences over 1,024 cached tokens.
 Writes ``benchmarks/results/models_gpu_h200.json``, or the file that the GPU's name gives.
 Run: ``PYTHONPATH=. python benchmarks/models_gpu.py [--quick] [--out FILE] [--only NAME ...]
@@ -34,6 +36,7 @@ import torch
 from harness.gpu_results import RESULTS, results_file, rounded, save
 from harness.gpu_timing import replays
 from harness.machine import gpu_machine
+from harness.model_baselines import fuse_float, use_float8
 from harness.model_runner import STATIC_ALPHA, fuse_integers
 from torch import Tensor, nn
 
@@ -183,10 +186,10 @@ def baselines() -> dict[str, Callable[[Any], object]]:
     }
 
 
-def compiled(model: Any) -> nn.Module:
+def compiled(model: Any, options: dict[str, Any] | None = None) -> nn.Module:
     """The model compiled by torch: an encoder whole, a decoder layer by layer."""
     for each in [model] if isinstance(model, Encoder) else model.layers:
-        each.compile()
+        each.compile(options=options)
     return model
 
 
@@ -244,43 +247,11 @@ def smooth_static(model: Any, batch: dict[str, Any]) -> None:
     mc.nn.fuse(model, batch)
 
 
-class FloatPart(nn.Module):
-    """A float projection whose rows of a joint weight (all, in) are multiplied by the first one's call."""
-
-    def __init__(self, joint: nn.Linear, begin: int, end: int, held: list[Tensor | None]) -> None:
-        super().__init__()
-        self.begin, self.end, self.is_last = begin, end, end == joint.out_features
-        self.joint, self.held = joint if begin == 0 else None, held
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.held[0] if self.joint is None else self.joint(x)
-        self.held[0] = None if self.is_last else y
-        assert y is not None
-        return y[..., self.begin : self.end]
-
-
-def fuse_float(model: Any) -> None:
-    """Make one float product of queries, keys and values, and of gate and up."""
-    for parent in list(model.layers.modules()):
-        for names in (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("query", "key", "value")):
-            if not hasattr(parent, names[0]):
-                continue
-            layers: list[nn.Linear] = [getattr(parent, name) for name in names]
-            joint = nn.Linear(layers[0].in_features, sum(each.out_features for each in layers), device="meta")
-            joint.weight = nn.Parameter(torch.cat([each.weight.detach() for each in layers]))
-            biases = [each.bias.detach() for each in layers if each.bias is not None]
-            joint.bias = nn.Parameter(torch.cat(biases)) if biases else None  # type: ignore[assignment]
-            held: list[Tensor | None] = [None]
-            end = 0
-            for name, layer in zip(names, layers, strict=True):
-                begin, end = end, end + layer.out_features
-                setattr(parent, name, FloatPart(joint, begin, end, held))
-
-
 def models(dense: nn.Module, batch: dict[str, Any], fast: bool, without: list[str]) -> dict[str, nn.Module]:
     """Every way to run a model but those `without` names; what fails is told and left out."""
     found: dict[str, nn.Module] = {"bfloat16": dense}
     makers: dict[str, Callable[[Any], object]] = (baselines() if fast else {}) | {"bfloat16, fused": fuse_float}
+    makers |= {"torch fp8, fused": use_float8} if fast else {}
     makers |= {name: converted(name, config, batch) for name, config in WAYS.items()}
     for name, make in makers.items():
         if any(part in name for part in without):
@@ -294,7 +265,9 @@ def models(dense: nn.Module, batch: dict[str, Any], fast: bool, without: list[st
         found[name] = compiled(model.eval()) if name.startswith("torchao") else model.eval()
     if fast and "compiled" not in without:
         plain = [name for name in found if not name.startswith("torchao")]
-        found |= {f"{name}, compiled": compiled(copy.deepcopy(found[name])) for name in plain}
+        for name in plain:
+            options = mc.nn.compile_options() if name.startswith("ours") else None
+            found[f"{name}, compiled"] = compiled(copy.deepcopy(found[name]), options)
     return found
 
 

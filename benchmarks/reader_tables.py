@@ -193,6 +193,32 @@ def render_models() -> str:
     return f"{grid(head, rows)}\n\n{source('models_gpu_h200')}"
 
 
+def render_models_dense() -> str:
+    """Compiled models in 8 bits on a GPU beside bfloat16 and torch's fp8, and a layer of 8B size in all ways; ms."""
+    rows = []
+    for case in results("models_gpu_dense_h200")["cases"]:
+        ms = {name.removesuffix(", compiled"): way["graph"] for name, way in case["ways"].items() if "compiled" in name}
+        whole = ["ours int8", "ours int8, static MLP", "ours int8, static", "ours int8, smooth static"]
+        times = [f"{ms[name]:.3f}" if name in ms else "-" for name in ("bfloat16", *_FUSED, *whole)]
+        quoted = ms.get("ours int8, smooth static", ms["ours int8, static"])  # SmolLM2 does not stand static scales
+        rows.append([case["case"], *times, f"{ms['bfloat16'] / quoted:.2f}x"])
+    head = ["", "bfloat16", "the same, fused", "torch fp8, fused", "int8", "int8, static MLP", "int8, static",
+            "int8, smooth static", "times as fast as bfloat16"]  # fmt: skip
+    layers = []
+    for case in results("models_gpu_layer8b_h200")["cases"]:
+        ms = {name.removesuffix(", compiled"): way["graph"] for name, way in case["ways"].items() if "compiled" in name}
+        ways = ["ours int8, smooth static", "ours e4m3", "ours int4 g128, int8 rows", "ours int4 g128",
+                *(f"ours sparse {each}" for each in (0.5, 0.7, 0.9))]  # fmt: skip
+        layers.append([case["case"], *(f"{ms[name]:.3f}" for name in ("bfloat16", *_FUSED, *ways))])
+    head_of_layers = ["", "bfloat16", "the same, fused", "torch fp8, fused", "int8, smooth static", "e4m3",
+                      "int4, int8 rows", "int4, weight-only", "sparse 0.5", "sparse 0.7", "sparse 0.9"]  # fmt: skip
+    sources = source("models_gpu_dense_h200", "models_gpu_layer8b_h200")
+    return f"{grid(head, rows)}\n\n{grid(head_of_layers, layers)}\n\n{sources}"
+
+
+_FUSED = ("bfloat16, fused", "torch fp8, fused")
+
+
 def render_layers() -> str:
     """A sparse layer on a GPU beside a dense one: microseconds behind another kernel, and of the host."""
     rows = []
@@ -315,6 +341,7 @@ SECTIONS: tuple[tuple[str, str, Callable[[], str]], ...] = (
     ("sparse-decode", "docs/lab/performance.md", render_sparse_decode),
     ("e4m3-blocks", "docs/lab/performance.md", render_e4m3_blocks),
     ("models-times", "docs/performance/gpu.md", render_models),
+    ("models-dense", "docs/lab/models.md", render_models_dense),
     ("models-avx512", "docs/lab/models.md", render_models_avx512),
     ("ranks", "docs/how-to/several-gpus.md", render_ranks),
     ("format-errors", "docs/explanation/accuracy.md", render_errors),

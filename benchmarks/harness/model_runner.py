@@ -48,6 +48,19 @@ def smoothed(model: nn.Module, layers: str, data: Sequence[Any], static: bool = 
     return new.eval()
 
 
+def as_on_gpu(model: nn.Module, batch: dict[str, Any], blocks: Sequence[nn.Module]) -> nn.Module:
+    """The model as ``models_gpu.py`` times it: float parameters in bfloat16, folded, fused, `blocks` compiled."""
+    for each in model.parameters():  # buffers stay: frequencies of positions need float32
+        each.data = each.data.to(torch.bfloat16)
+    mc.nn.fold_smooth(model, batch)
+    mc.nn.fuse(model, batch)
+    torch._dynamo.config.allow_unspec_int_on_nn_module = True  # a layer's index is not a constant of its graph
+    torch._dynamo.config.recompile_limit = 64
+    for block in blocks:
+        block.compile(options=mc.nn.compile_options())
+    return model
+
+
 def dynamic_layers(model: nn.Module) -> list[str]:
     """Names of the dense quantized layers without a static scale."""
     return [n for n, each in model.named_modules() if isinstance(each, mc.nn.QuantLinear) and each.act_scale is None]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import magicube_cutlass as mc
 from harness import text_models as text
 from harness.dlmc_data import Record
-from harness.model_runner import Runner, dynamic_layers, quantized, smoothed
+from harness.model_runner import Runner, as_on_gpu, dynamic_layers, quantized, smoothed
 
 SPARSITIES = (0.1, 0.2, 0.3, 0.5, 0.7)
 FORMATS: dict[str, dict[str, Any]] = {
@@ -115,6 +115,10 @@ class SmolLM(Runner):
         if kind == "float32":
             return self.dense
         weight, *rest = kind.split()
+        if "fused" in rest:
+            model = self.made(kind.removesuffix(" fused"))
+            batch = {"input_ids": self.valid[0].to(self.device), "use_cache": False}
+            return as_on_gpu(model, batch, [*model.get_submodule("model.layers").children()])
         if "smooth" in rest:
             return smoothed(self.dense, self.layers, self.batches(self.valid[:8]), static="static" in rest)
         model = copy.deepcopy(self.dense)
@@ -144,7 +148,8 @@ class SmolLM(Runner):
         return {"rows": [self.measured(model) | facts]}
 
     def rows(self) -> dict[str, Callable[[], Record]]:
-        kinds = ["float32", "W8A8", "W8A8 smooth", "W8A8 static", "W8A8 smooth static", "W4 g32", "e4m3"]
+        kinds = ["float32", "W8A8", "W8A8 smooth", "W8A8 static", "W8A8 smooth static", "W8A8 smooth static fused"]
+        kinds += ["W4 g32", "e4m3"]
         found: dict[str, Callable[[], Record]] = {kind: partial(self.format, kind) for kind in kinds}
         for sparsity in SPARSITIES:
             own = {"method": "magnitude", "refit": False, "allocation": "uniform"}
