@@ -20,6 +20,7 @@ struct AmxProduct {
   using Digit = typename Vnni::Digit;
   static constexpr Digit kOffset = Vnni::kOffset;
   static constexpr int kRows = Vnni::kRows, kStep = kQuad;  // whose results are read at once
+  static constexpr int64_t kBlockRows = 64;
 
   // sums (rows, kPanel) = start (kPanel) + a b.
   static void multiply(const Digit* a, int64_t pitch, int rows, const int8_t* b, int64_t quads, int columns, const int32_t* start,
@@ -31,10 +32,12 @@ struct AmxProduct {
     } else {
       for (int r = 0; r < rows; ++r) std::memcpy(sums + r * kPanel, start, kPanel * sizeof(int32_t));
     }
-    for (int r = 0; r < rows; r += 32) {
-      const int here = static_cast<int>(lesser(32, rows - r));
-      const auto add = here > 16 ? add_tiles<true> : add_tiles<false>;
-      add(a + r * pitch, pitch, here, b, steps, columns, sums + r * kPanel);
+    // Pairs of tiles of rows, whole ones by one configuration, which takes as long as 14 products.
+    const int paired = rows / 32 * 32, rest = rows - paired;
+    if (paired > 0) add_tiles<true>(a, pitch, paired, 16, b, steps, columns, sums);
+    if (rest > 0) {
+      const auto add = rest > 16 ? add_tiles<true> : add_tiles<false>;
+      add(a + paired * pitch, pitch, rest, rest > 16 ? rest - 16 : rest, b, steps, columns, sums + paired * kPanel);
     }
   }
 
@@ -49,49 +52,52 @@ struct AmxProduct {
     uint8_t rows[16] = {};
   };
 
-  // sums (rows, columns) += a b: tiles 0 to 3 hold sums, 4 and 5 rows of a, 6 and 7 columns of b.
+  // sums (rows, columns) += a b: tiles 0 to 3 hold sums, 4 and 5 rows of a, 6 and 7 columns of b. The last tile of rows has `last` ones, all
+  // others have 16.
   template <bool Two>
-  __attribute__((target("amx-tile,amx-int8"), noinline)) static void add_tiles(const Digit* a, int64_t pitch, int rows, const int8_t* b,
-                                                                              int64_t steps, int columns, int32_t* sums) {
+  __attribute__((target("amx-tile,amx-int8"), noinline)) static void add_tiles(const Digit* a, int64_t pitch, int rows, int last,
+                                                                              const int8_t* b, int64_t steps, int columns, int32_t* sums) {
     constexpr int64_t kSumBytes = kPanel * sizeof(int32_t), kPanelBytes = kPanel * kQuad;
-    const auto first = static_cast<uint8_t>(Two ? 16 : rows), second = static_cast<uint8_t>(Two ? rows - 16 : 1);
     alignas(64) Shapes shapes;
     for (int tile = 0; tile < 8; ++tile) {
       shapes.row_bytes[tile] = 64;
-      shapes.rows[tile] = tile >= 6 ? 16 : tile == 2 || tile == 3 || tile == 5 ? second : first;
+      const bool is_last = Two ? tile == 2 || tile == 3 || tile == 5 : tile < 6;
+      shapes.rows[tile] = static_cast<uint8_t>(is_last ? last : 16);
     }
     _tile_loadconfig(&shapes);
     for (int j = 0; j < columns; j += 32) {  // absent columns are those of the panel's padding
-      int32_t *const low = sums + j, *const high = low + 16 * kPanel;
-      _tile_loadd(0, low, kSumBytes);
-      _tile_loadd(1, low + 16, kSumBytes);
-      if constexpr (Two) {
-        _tile_loadd(2, high, kSumBytes);
-        _tile_loadd(3, high + 16, kSumBytes);
-      }
-      const Digit* left = a;
-      const int8_t* right = b + j * kQuad;
-      for (int64_t step = 0; step < steps; ++step, left += 64, right += kTileQuads * kPanelBytes) {
-        for (int64_t row = 0; !Two && row < kTileQuads; ++row) {
-          __builtin_prefetch(right + kAhead + row * kPanelBytes);
-          __builtin_prefetch(right + kAhead + row * kPanelBytes + 64);
-        }
-        _tile_loadd(6, right, kPanelBytes);
-        _tile_loadd(4, left, pitch);
-        _tile_loadd(7, right + 64, kPanelBytes);
-        _tile_dpbusd(0, 4, 6);
-        _tile_dpbusd(1, 4, 7);
+      for (int r = 0; r < rows; r += 32) {   // the columns' part of b stays in L1
+        int32_t *const low = sums + r * kPanel + j, *const high = low + 16 * kPanel;
+        _tile_loadd(0, low, kSumBytes);
+        _tile_loadd(1, low + 16, kSumBytes);
         if constexpr (Two) {
-          _tile_loadd(5, left + 16 * pitch, pitch);
-          _tile_dpbusd(2, 5, 6);
-          _tile_dpbusd(3, 5, 7);
+          _tile_loadd(2, high, kSumBytes);
+          _tile_loadd(3, high + 16, kSumBytes);
         }
-      }
-      _tile_stored(0, low, kSumBytes);
-      _tile_stored(1, low + 16, kSumBytes);
-      if constexpr (Two) {
-        _tile_stored(2, high, kSumBytes);
-        _tile_stored(3, high + 16, kSumBytes);
+        const Digit* left = a + r * pitch;
+        const int8_t* right = b + j * kQuad;
+        for (int64_t step = 0; step < steps; ++step, left += 64, right += kTileQuads * kPanelBytes) {
+          for (int64_t row = 0; !Two && row < kTileQuads; ++row) {
+            __builtin_prefetch(right + kAhead + row * kPanelBytes);
+            __builtin_prefetch(right + kAhead + row * kPanelBytes + 64);
+          }
+          _tile_loadd(6, right, kPanelBytes);
+          _tile_loadd(4, left, pitch);
+          _tile_loadd(7, right + 64, kPanelBytes);
+          _tile_dpbusd(0, 4, 6);
+          _tile_dpbusd(1, 4, 7);
+          if constexpr (Two) {
+            _tile_loadd(5, left + 16 * pitch, pitch);
+            _tile_dpbusd(2, 5, 6);
+            _tile_dpbusd(3, 5, 7);
+          }
+        }
+        _tile_stored(0, low, kSumBytes);
+        _tile_stored(1, low + 16, kSumBytes);
+        if constexpr (Two) {
+          _tile_stored(2, high, kSumBytes);
+          _tile_stored(3, high + 16, kSumBytes);
+        }
       }
     }
     _tile_release();

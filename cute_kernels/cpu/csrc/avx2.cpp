@@ -321,6 +321,7 @@ struct Product {
   using Digit = int16_t;
   static constexpr Digit kOffset = 0;
   static constexpr int kRows = 6, kStep = kQuad;  // times 8 columns, with two sums each: 12 accumulators
+  static constexpr int64_t kBlockRows = magicube::kDirectRows;
 
   // sums (rows, kPanel) += a b. Blocks of k whose part of the panel stays in L1 are multiplied by all rows: a slice of 8 columns
   // reads 32 of every 256 bytes, which are few sets of a cache.

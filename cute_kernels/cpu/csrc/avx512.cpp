@@ -342,6 +342,7 @@ struct Product {
   using Digit = uint8_t;
   static constexpr Digit kOffset = 128;
   static constexpr int kRows = 6, kStep = kQuad;  // times 64 columns: 24 accumulators
+  static constexpr int64_t kBlockRows = magicube::kDirectRows;
 
   // sums (rows, kPanel) = start (kPanel) + a b.
   static void multiply(const Digit* a, int64_t pitch, int rows, const int8_t* b, int64_t quads, int columns, const int32_t* start,

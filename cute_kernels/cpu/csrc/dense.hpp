@@ -1,6 +1,6 @@
 // Dense product: C (rows x n) = A (rows x inner) * B (inner x n, packed), exact in int32, for int8 or quantized float32 rows.
 //
-// Rows come in blocks of kDirectRows per thread. The threads stage the digits of their blocks, quantized if A is float32, then
+// Rows come in blocks of Product::kBlockRows per thread. The threads stage the digits of their blocks, quantized if A is float32, then
 // multiply blocks by panels with the tile of the instruction set, and write each tile in the output type. Nibbles of B are
 // unpacked in registers: sum a v = sum a (v + 8) - 8 sum a. With group scales the int32 sums of a group are scaled in float32.
 #pragma once
@@ -13,7 +13,6 @@
 namespace {  // compiled once per instruction set
 
 using magicube::DenseArgs;
-using magicube::kDirectRows;
 using magicube::kPanel;
 using magicube::kQuad;
 using magicube::PackArgs;
@@ -68,7 +67,7 @@ inline void pack_digits(const PackArgs& args, ThreadGroup& group) {
   }
 }
 
-// Integer sums of up to kDirectRows staged rows times a panel, kPanel for each row.
+// Integer sums of staged rows times a panel, kPanel for each row.
 template <class Product>
 void multiply_panel(const typename Product::Digit* digits, int64_t pitch, int64_t rows, const int8_t* panel, int64_t quads,
                     int64_t columns, const int32_t* column_sums, int32_t* sums) {
@@ -91,6 +90,7 @@ struct NibbleProduct {
   using Digit = int8_t;
   static constexpr Digit kOffset = 0;
   static constexpr int kStep = 2 * kQuad;  // k in kPanel * kQuad bytes
+  static constexpr int64_t kBlockRows = magicube::kDirectRows;
 
   // sums (rows, kPanel) += a (b + 8).
   static void multiply(const Digit* a, int64_t pitch, int64_t rows, const int8_t* b, int64_t steps, int columns, int32_t* sums) {
@@ -199,7 +199,7 @@ class DenseTask {
     const int64_t steps = (args_.right.inner + Product::kStep - 1) / Product::kStep;
     const int8_t* const panel = args_.right.packed + column_ * steps * kQuad;
     if (args_.right.group) return run_groups(digits, pitch, steps, panel, scales, row_sums);
-    alignas(64) int32_t sums[kDirectRows * kPanel];
+    alignas(64) int32_t sums[Product::kBlockRows * kPanel];
     if constexpr (Product::kStep == kQuad) {
       multiply_panel<Product>(digits, pitch, rows_, panel, steps, columns_, args_.right.column_sums + column_, sums);
     } else {
@@ -216,8 +216,8 @@ class DenseTask {
                   const int32_t* row_sums) {
     const PackedRight& right = args_.right;
     const int64_t groups = right.groups(), step = right.group / Product::kStep, first = column_ / kPanel * groups * kPanel;
-    alignas(64) int32_t sums[kDirectRows * kPanel];
-    alignas(64) float totals[kDirectRows * kPanel];
+    alignas(64) int32_t sums[Product::kBlockRows * kPanel];
+    alignas(64) float totals[Product::kBlockRows * kPanel];
     std::memset(totals, 0, static_cast<size_t>(rows_ * kPanel) * sizeof(float));
     for (int64_t g = 0; g < groups; ++g) {
       const int64_t here = lesser(step, steps - g * step), at = first + g * kPanel;
@@ -287,11 +287,11 @@ class DenseTask {
     for (int64_t j = 0; j < columns_; ++j) {
       const int64_t at = (column_ + j) * args_.column_step + row_;
       if (is_integer()) {
-        int32_t run[kDirectRows];
+        int32_t run[Product::kBlockRows];
         for (int64_t r = 0; r < rows_; ++r) std::memcpy(run + r, block_ + r * kPanel + j, sizeof run[r]);
         store_integers(run, rows_, 0, args_.out_type, args_.out, at);
       } else {
-        float run[kDirectRows];
+        float run[Product::kBlockRows];
         for (int64_t r = 0; r < rows_; ++r) run[r] = block_[r * kPanel + j];
         if (args_.adds) add_floats(run, rows_, static_cast<float*>(args_.out) + at);
         else store_floats(run, rows_, args_.out_type, args_.out, at);
@@ -303,7 +303,7 @@ class DenseTask {
   const int64_t row_, rows_, column_, columns_;
   const bool streams_;  // results are stored past the caches
   float scales_[kPanel], bias_[kPanel];
-  alignas(64) float block_[kDirectRows * kPanel];  // results in 32 bits, integers too
+  alignas(64) float block_[Product::kBlockRows * kPanel];  // results in 32 bits, integers too
 };
 
 template <class Digit>
@@ -326,13 +326,13 @@ template <class Product>
 void dense_by(const DenseArgs& args, ThreadGroup& group) {
   using Digit = typename Product::Digit;
   constexpr int64_t kStagedRows = 4;  // per ticket
-  const int64_t most = lesser(args.rows, kDirectRows * group.size()), pitch = magicube::digit_pitch(args.right.inner);
+  const int64_t most = lesser(args.rows, Product::kBlockRows * group.size()), pitch = magicube::digit_pitch(args.right.inner);
   const int64_t panels = (args.right.n + kPanel - 1) / kPanel, groups = args.right.groups();
   auto* const digits = reinterpret_cast<Digit*>(group.shared());
   auto* const scales = reinterpret_cast<float*>(group.shared() + most * pitch * static_cast<int64_t>(sizeof(Digit)));
   auto* const row_sums = reinterpret_cast<int32_t*>(scales + most);
   for (int64_t first = 0; first < args.rows; first += most) {
-    const int64_t rows = lesser(most, args.rows - first), tasks = (rows + kDirectRows - 1) / kDirectRows * panels;
+    const int64_t rows = lesser(most, args.rows - first), tasks = (rows + Product::kBlockRows - 1) / Product::kBlockRows * panels;
     for (int64_t r0 = group.ticket() * kStagedRows; r0 < rows; r0 = group.ticket() * kStagedRows) {
       for (int64_t r = r0; r < lesser(rows, r0 + kStagedRows); ++r) {
         stage_row(args, first + r, Product::kOffset, digits + r * pitch, scales + r, reinterpret_cast<float*>(group.local()));
@@ -343,8 +343,8 @@ void dense_by(const DenseArgs& args, ThreadGroup& group) {
     }
     if (!group.barrier()) return;
     for (int64_t task = group.ticket(); task < tasks; task = group.ticket()) {
-      const int64_t r = task / panels * kDirectRows;
-      DenseTask<Product> block(args, first + r, lesser(kDirectRows, rows - r), task % panels * kPanel);
+      const int64_t r = task / panels * Product::kBlockRows;
+      DenseTask<Product> block(args, first + r, lesser(Product::kBlockRows, rows - r), task % panels * kPanel);
       block.run(digits + r * pitch, scales + r, row_sums + r * groups);
     }
     if constexpr (Product::Micro::kStreams) Product::Micro::finish_streams();

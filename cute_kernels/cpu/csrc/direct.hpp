@@ -15,6 +15,7 @@ namespace {  // compiled once per instruction set
 
 using magicube::DirectArgs;
 using magicube::DirectSums;
+using magicube::kDirectRows;
 using magicube::kErrorBlock;
 using magicube::ProbeDigitsArgs;
 

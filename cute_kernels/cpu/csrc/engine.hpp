@@ -280,7 +280,8 @@ struct BoundArgs {
 };
 
 constexpr int64_t kErrorBlock = 64;  // products that float32 sums before they are added in float64
-constexpr int64_t kDirectRows = 48;  // rows of A whose digits are multiplied by all of B, a multiple of every tile
+constexpr int64_t kDirectRows = 48;  // rows of A whose digits are multiplied by all of B, a multiple of every tile but those of AMX
+constexpr int64_t kMostBlockRows = 64;  // the same of any dense product
 
 // Right operand of a dense product, packed once: [panel][k / 4][column][k % 4], zeros in the padding. Nibbles hold v + 8, those of
 // k and k + 4 in a byte: [panel][k / 8][column][k % 4].

@@ -116,6 +116,7 @@ struct Product {
   using Digit = int8_t;
   static constexpr Digit kOffset = 0;
   static constexpr int kRows = 4, kStep = kQuad;
+  static constexpr int64_t kBlockRows = magicube::kDirectRows;
 
   // sums (rows, kPanel) += a b.
   static void multiply(const Digit* a, int64_t pitch, int rows, const int8_t* b, int64_t quads, int columns, int32_t* sums) {

@@ -177,7 +177,7 @@ int64_t direct_shared_bytes(int64_t rows) {
 int64_t direct_local_bytes(int64_t inner) { return kDirectRows * digit_pitch(inner) * 2; }  // digits of at most 16 bits
 
 int64_t dense_shared_bytes(const DenseArgs& args, int threads) {
-  const int64_t most = kDirectRows * threads, rows = args.rows < most ? args.rows : most;
+  const int64_t most = kMostBlockRows * threads, rows = args.rows < most ? args.rows : most;
   return rows * digit_pitch(args.right.inner) * 2 + round_up(rows * (4 + 4 * args.right.groups()), 64);
 }
 
