@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-_VIEWS = ("view", "reshape", "_unsafe_view")
+_aten = torch.ops.aten
+_VIEWS = {_aten.view.default, _aten.reshape.default, _aten._unsafe_view.default}  # none that changes the dtype
 
 
 def compile_options() -> dict[str, Any]:
@@ -43,8 +44,8 @@ def compile_options() -> dict[str, Any]:
 
 def add_in_epilogues(graph: Graph) -> int:
     """Let products add what their results are added to, where the sum is an output of the graph; return how many."""
-    aten, count = torch.ops.aten, 0
-    for node in graph.find_nodes(op="call_function", target=aten.add.Tensor):
+    count = 0
+    for node in graph.find_nodes(op="call_function", target=_aten.add.Tensor):
         if node.kwargs or any(user.op != "output" for user in node.users):
             continue
         for y, other in (node.args, node.args[::-1]):
@@ -64,7 +65,7 @@ def _product_of(y: Any) -> list[Node]:
         if y.target is torch.ops.magicube.quant_linear_rows.default:
             _, _, _, _, _, out_scale, activation, glu, _, *source = y.args
             return [] if source or y.kwargs or out_scale is not None or activation or glu else found
-        if getattr(y.target, "_opname", "") not in _VIEWS:
+        if y.target not in _VIEWS:
             break
         y = y.args[0]
     return []
@@ -84,7 +85,7 @@ def _add(graph: Graph, total: Node, found: list[Node], other: Node) -> None:
     """Replace a sum by the views of a product that adds `other`."""
     product, columns = found[0], found[0].meta["val"].shape[-1]
     with graph.inserting_before(total):  # behind `other`, which may come after the product
-        rows = graph.call_function(torch.ops.aten.reshape.default, (other, [-1, columns]))  # (N, out)
+        rows = graph.call_function(_aten.reshape.default, (other, [-1, columns]))  # (N, out)
         rows.meta["val"] = other.meta["val"].reshape(-1, columns)
         y = graph.call_function(product.target, (*product.args, rows))  # type: ignore[arg-type]
         y.meta["val"] = product.meta["val"]

@@ -85,14 +85,16 @@ def test_rows_of_integers_are_multiplied_as_the_layer_does(dtype: torch.dtype) -
 def added(layer: QuantLinear, activation: str = "") -> Any:
     """A function that multiplies rows (2, 5, in) of integers by a weight, and adds r."""
 
-    def run(x: Tensor, scale: Tensor, r: Tensor, more: float = 0.0) -> Tensor:
+    def run(x: Tensor, scale: Tensor, r: Tensor, more: Any = 0.0) -> Tensor:
         assert layer.qweight is not None and layer.scale is not None
         rows = x.view(-1, x.shape[-1])
         y = linear_op.quant_linear_rows(
             rows, scale, layer.qweight, layer.scale, layer.bias, None, activation, False, torch.bfloat16
         )
-        total = r + y.view(*x.shape[:-1], -1)
-        return total * more if more else total
+        y = y.view(*x.shape[:-1], -1)
+        if isinstance(more, torch.dtype):
+            return r + y.view(more)
+        return (r + y) * more if more else r + y
 
     return run
 
@@ -138,6 +140,7 @@ def test_other_sums_stay_where_they_are(counts: list[int]) -> None:
         (added(layer), (x, scale, r[:1])),  # is broadcast
         (added(layer), (x, scale, r.float())),
         (added(layer), (x, scale, r, 2.0)),  # something reads the sum
+        (lambda *given: added(layer)(*given, torch.int16), (x, scale, r.view(torch.int16))),  # bits, not numbers
     ]
     for function, given in cases:
         torch._dynamo.reset()
