@@ -80,6 +80,8 @@ def test_rows_of_integers_are_multiplied_as_the_layer_does(dtype: torch.dtype) -
         rows.data, rows.scale.reshape(-1), layer.qweight, layer.scale, layer.bias, None, "", False, dtype
     )
     assert y.dtype == dtype and torch.allclose(y, layer(x), rtol=1e-6 if dtype == torch.float32 else 8e-3, atol=1e-5)
+    given = rows.data, rows.scale.reshape(-1), layer.qweight, layer.scale, layer.bias, None, "", False, dtype
+    assert all(torch.equal(linear_op.quant_linear_rows(*given), y) for _ in range(20))  # at addresses of before
 
 
 def added(layer: QuantLinear, activation: str = "") -> Any:
