@@ -4,15 +4,14 @@ Models of transformers with **random weights** in the sizes of all-MiniLM-L6-v2 
 of 576), and one decoder layer of an 8B model (4096, 14336): times do not depend on the values. All products of the
 layers are converted, embeddings and the head stay bfloat16, attention is torch's. Projections that read the same rows
 are one product in our dense layers and in "bfloat16, fused", which shows what that alone is worth, and in "torch fp8,
-fused", torch's e4m3 with scales per row and per token. Our dense layers
-also apply the activations that follow them, and gate the outputs of gated MLPs: ``magicube_cutlass.nn.fuse``. "static
-MLP": the last layer of an MLP has a static scale, and the one before writes its integers; "static": all have one;
-"smooth static": all have smooth scales, and static ones but for the layers of SmolLM2 that keep a scale per row in
-``models_static_smollm.json``.
+fused", torch's e4m3 with scales per row and per token. Our dense layers also apply the activations that follow them,
+and gate the outputs of gated MLPs: ``magicube_cutlass.nn.fuse``. "static MLP": the last layer of an MLP has a static
+scale, and the one before writes its integers; "static": all have one; "smooth static": all have smooth scales, and
+static ones but for the layers of SmolLM2 that keep a scale per row in ``models_static_smollm.json``.
 ``graph``: milliseconds of a replay, median, all ways in turns; ``eager``: of a call without a graph, host included.
 ``compiled`` ways are compiled by torch: an encoder whole, a decoder layer by layer, ours with
-:func:`magicube_cutlass.nn.compile_options`. ``error``: relative error of the
-layers' output against bfloat16's. ``decode``: a step for each of the batch's sequences over 1,024 cached tokens.
+:func:`magicube_cutlass.nn.compile_options`. ``error``: relative error of the layers' output against bfloat16's.
+``decode``: a step for each of the batch's sequences over 1,024 cached tokens.
 Writes ``benchmarks/results/models_gpu_h200.json``, or the file that the GPU's name gives.
 Run: ``PYTHONPATH=. python benchmarks/models_gpu.py [--quick] [--out FILE] [--only NAME ...]
 [--without NAME ...] [--warm] [--profile]``
@@ -37,7 +36,7 @@ from harness.gpu_results import RESULTS, results_file, rounded, save
 from harness.gpu_timing import replays
 from harness.machine import gpu_machine
 from harness.model_baselines import fuse_float, use_float8
-from harness.model_runner import STATIC_ALPHA, fuse_integers
+from harness.model_runner import STATIC_ALPHA, compile_blocks, fuse_integers
 from torch import Tensor, nn
 
 import magicube_cutlass as mc
@@ -188,8 +187,7 @@ def baselines() -> dict[str, Callable[[Any], object]]:
 
 def compiled(model: Any, options: dict[str, Any] | None = None) -> nn.Module:
     """The model compiled by torch: an encoder whole, a decoder layer by layer."""
-    for each in [model] if isinstance(model, Encoder) else model.layers:
-        each.compile(options=options)
+    compile_blocks([model] if isinstance(model, Encoder) else model.layers, options)
     return model
 
 
@@ -341,8 +339,6 @@ def main() -> None:
     out = args.out or results_file("models_gpu")
     results: dict[str, Any] = {"machine": gpu_machine() if device == "cuda" else {}, "weights": "random", "cases": []}
     made: tuple[str, dict[str, nn.Module]] = ("", {})
-    torch._dynamo.config.allow_unspec_int_on_nn_module = True  # a layer's index is not a constant of its graph
-    torch._dynamo.config.recompile_limit = 64  # all ways share the code of a layer
     with torch.inference_mode():
         cases = QUICK if args.quick else [case for part in args.only for case in CASES if part in case.name]
         for case in cases:

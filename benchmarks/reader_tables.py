@@ -193,6 +193,9 @@ def render_models() -> str:
     return f"{grid(head, rows)}\n\n{source('models_gpu_h200')}"
 
 
+_FUSED = ("bfloat16, fused", "torch fp8, fused")
+
+
 def render_models_dense() -> str:
     """Compiled models in 8 bits on a GPU beside bfloat16 and torch's fp8, and a layer of 8B size in all ways; ms."""
     rows = []
@@ -214,9 +217,6 @@ def render_models_dense() -> str:
                       "int4, int8 rows", "int4, weight-only", "sparse 0.5", "sparse 0.7", "sparse 0.9"]  # fmt: skip
     sources = source("models_gpu_dense_h200", "models_gpu_layer8b_h200")
     return f"{grid(head, rows)}\n\n{grid(head_of_layers, layers)}\n\n{sources}"
-
-
-_FUSED = ("bfloat16, fused", "torch fp8, fused")
 
 
 def render_layers() -> str:

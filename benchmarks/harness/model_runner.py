@@ -6,7 +6,7 @@ import argparse
 import copy
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -54,11 +54,16 @@ def as_on_gpu(model: nn.Module, batch: dict[str, Any], blocks: Sequence[nn.Modul
         each.data = each.data.to(torch.bfloat16)
     mc.nn.fold_smooth(model, batch)
     mc.nn.fuse(model, batch)
+    compile_blocks(blocks, mc.nn.compile_options())
+    return model
+
+
+def compile_blocks(blocks: Iterable[nn.Module], options: dict[str, Any] | None = None) -> None:
+    """Have torch compile modules one by one; all ways share the code of a layer."""
     torch._dynamo.config.allow_unspec_int_on_nn_module = True  # a layer's index is not a constant of its graph
     torch._dynamo.config.recompile_limit = 64
     for block in blocks:
-        block.compile(options=mc.nn.compile_options())
-    return model
+        block.compile(options=options)
 
 
 def dynamic_layers(model: nn.Module) -> list[str]:

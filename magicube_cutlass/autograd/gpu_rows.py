@@ -17,8 +17,8 @@ _TENSORS = {Tensor, nn.Parameter}
 
 def key_of(x: Tensor, act_scale: Tensor | None) -> tuple[object, ...] | None:
     """Return what a record of a layer's call depends on besides the layer; None for an input that has no record."""
-    if type(x) not in _TENSORS or has_dispatch_mode() or not x.is_contiguous():
-        return None
+    if type(x) not in _TENSORS or not x.is_cuda or has_dispatch_mode() or not x.is_contiguous():
+        return None  # a record replays launches, of which a CPU has none
     if x.is_neg() or x._is_zerotensor():
         return None
     given = None if act_scale is None else (act_scale.shape, act_scale.dtype, act_scale.get_device())
@@ -40,7 +40,7 @@ def sparse_rows(
             return y
     with torch.no_grad():
         columns = x.reshape(-1, matrix.shape[1]).mT  # (K, N)
-        if key is not None and x.is_cuda and columns.numel():
+        if key is not None and columns.numel():
             dense = quantized(columns, act_bits, 0 if act_scale is None else None, act_scale)
             record = floats_record(matrix, dense, columns, bias, by_rows=True)
             if record is not None:

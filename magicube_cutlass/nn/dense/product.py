@@ -169,8 +169,8 @@ class DenseProduct:
         key = key_of(rows, act_scale)
         if key is None:
             return None
-        if not rows.is_cuda or (source is not None and not source.is_contiguous()):
-            return None  # a record replays launches: on a CPU there are none
+        if source is not None and not source.is_contiguous():
+            return None
         added = None if source is None else source.dtype
         key = (*key, dtype, activation, None if out_scale is None else out_scale.data_ptr(), glu, added)
         record = self._records.get(key)
