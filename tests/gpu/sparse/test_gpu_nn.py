@@ -201,12 +201,11 @@ def compiled() -> Iterator[Callable[[nn.Module], Callable[..., Tensor]]]:
 @torch.no_grad()
 def test_a_compiled_model_is_one_graph(compiled: Callable[..., Any]) -> None:
     model = chain("cuda")
-    run = compiled(model)
+    run, of_ours = compiled(model), compiled(model[:3])
     for shape in ((48, 96), (2, 3, 96)):
         x = normal(*shape).cuda()
-        y = run(x)
-        near(y, model(x), 1e-3)  # an activation may round to another integer
-        assert y.is_contiguous()
+        near(run(x), model(x), 1e-3)  # an activation may round to another integer
+        assert of_ours(x).is_contiguous()  # torch may pad the rows that its own product writes
 
 
 @torch.no_grad()
