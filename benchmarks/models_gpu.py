@@ -54,6 +54,11 @@ WAYS: dict[str, Config] = {
     "ours e4m3": mc.nn.QuantConfig("e4m3"),
     **{f"ours sparse {s:g}": mc.nn.SparseQuantConfig(sparsity=s, vector_length=8, bits=8) for s in (0.5, 0.7, 0.9)},
 }
+# what torchao recommends for compiling its ways
+AO_OPTIONS = {
+    "coordinate_descent_tuning": True, "coordinate_descent_check_all_directions": True,
+    "force_fuse_int_mm_with_mul": True, "triton.unique_kernel_names": True,
+}  # fmt: skip
 PROFILED = ("bfloat16", "bfloat16, fused", "ours int8", *STATIC, SMOOTH_STATIC, "ours int4 g128", "ours sparse 0.9")
 
 
@@ -177,6 +182,7 @@ def baselines() -> dict[str, Callable[[Any], object]]:
     )
 
     def by(config: Any) -> Callable[[Any], object]:
+        config.set_inductor_config = False  # it would hold for all ways: AO_OPTIONS, for its own
         return lambda model: quantize_(model.layers, config)
 
     return {
@@ -196,12 +202,17 @@ def weight_bytes(model: Any) -> int:
     found = {}
     for module in model.layers.modules():
         for each in (*module._parameters.values(), *module._buffers.values()):
-            if each is not None and type(each) in _PLAIN:
-                found[each.untyped_storage().data_ptr()] = each.untyped_storage().nbytes()
+            for part in parts(each):
+                found[part.untyped_storage().data_ptr()] = part.untyped_storage().nbytes()
     return sum(found.values())
 
 
-_PLAIN = (Tensor, nn.Parameter)
+def parts(tensor: Any) -> list[Tensor]:
+    """The plain tensors that a tensor is made of, torchao's of several."""
+    if type(tensor) in (Tensor, nn.Parameter):
+        return [tensor]
+    names = tensor.__tensor_flatten__()[0] if hasattr(tensor, "__tensor_flatten__") else ()
+    return [part for name in names for part in parts(getattr(tensor, name))]
 
 
 def converted(name: str, config: Config, batch: dict[str, Any]) -> Callable[[Any], object]:
@@ -260,7 +271,7 @@ def models(dense: nn.Module, batch: dict[str, Any], fast: bool, without: list[st
         except (RuntimeError, ValueError, ImportError, NotImplementedError, AssertionError) as error:
             print(f"  {name}: {type(error).__name__}: {str(error).splitlines()[0][:200]}")
             continue
-        found[name] = compiled(model.eval()) if name.startswith("torchao") else model.eval()
+        found[name] = compiled(model.eval(), AO_OPTIONS) if name.startswith("torchao") else model.eval()
     if fast and "compiled" not in without:
         plain = [name for name in found if not name.startswith("torchao")]
         for name in plain:

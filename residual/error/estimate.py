@@ -87,19 +87,20 @@ def from_sums(
     trace = float(sums.gram.trace())
     if not (math.isfinite(trace) and math.isfinite(eta) and math.isfinite(norm)):
         return ErrorEstimate(math.inf, math.inf, confidence)
-    coarse = sharp_factor(1.0, probes, confidence) / math.sqrt(probes)
-    error, bound = math.sqrt(trace / probes), coarse * (math.sqrt(trace) + eta)
-    if relative_bound(bound + rounding, norm * NORM) > enough:
+    weight = sums.single or probes  # of ||E||^2 in ||Y||^2: exact for one column, else what the probes have on average
+    coarse = (1 / NORM if sums.single else sharp_factor(1.0, probes, confidence)) / math.sqrt(weight)
+    error, bound = math.sqrt(trace / weight), coarse * (math.sqrt(trace) + eta)
+    if not sums.single and relative_bound(bound + rounding, norm * NORM) > enough:
         _, bound = bound_of(sums.gram, eta, confidence)
     bound += rounding
-    product = math.sqrt(sums.product / probes)
+    product = math.sqrt(sums.product / weight)
     size = product
     if norm > 0:  # the norm of C is exact: only its small difference from that of AB is left to the probes
-        squared = norm**2 + (sums.product - sums.claimed) / probes
+        squared = norm**2 + (sums.product - sums.claimed) / weight
         if squared > 0 and product > 0:
             size = math.sqrt(squared)
     relative = 0.0 if not error else error / size if size else math.inf
-    inputs = math.sqrt(sums.inputs / probes)
+    inputs = math.sqrt(sums.inputs / weight)
     return ErrorEstimate(
         relative if math.isfinite(relative) else math.inf,
         relative_bound(bound, norm * NORM),
@@ -145,8 +146,9 @@ def estimate_error(
 
     With W of p Gaussian probes and ``Y = A (B W) - C W``, all in float64: ``e = ||Y||_F / sqrt(p)`` estimates
     ``||AB - C||_F``, and ``b = f (||Y||_F + eta) / sqrt(p)`` bounds it at 99%, whatever the error. `f` is 1.78 for an
-    error of rank one and about 1.3 for one of full rank [1]_ (p = 16). `eta` bounds the rounding of Y [2]_, so that
-    terms which the probes absorb or cancel count as error. The bound is ``b / (||C||_F - b)``.
+    error of rank one and about 1.3 for one of full rank [1]_ (p = 16). With one column, ``||Y||_F / ||W||_F`` is the
+    norm itself. `eta` bounds the rounding of Y [2]_, so that terms which the probes absorb or cancel count as error.
+    The bound is ``b / (||C||_F - b)``.
 
     Parameters
     ----------

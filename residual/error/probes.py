@@ -52,6 +52,7 @@ class ProbeSums(NamedTuple):
     result: float  # ||C||_F^2
     inputs: float  # || |A| (|B| wbar) ||^2
     outputs: float  # || |C| wbar ||^2
+    single: float = 0.0  # ||W||^2 where N = 1: then ||Y|| = ||E|| ||W||; 0 where N is larger
 
 
 def draw(n: int, device: torch.device, seed: int | None, count: int = PROBES) -> Probes:
@@ -223,9 +224,11 @@ def judge(A: Tensor, BW: Tensor, bound: Tensor, C: Tensor, W: Tensor, wbar: Tens
     ProbeSums
     """
     if _by_engine(A, W):
-        gram, *sums = on_cpu.judge(_readable(A), BW, bound, _readable(C), W, wbar)
-        return ProbeSums(gram.numpy(), *sums)
-    return sums_of(row_sums(A, BW, bound), row_sums(C, W.double(), wbar))
+        gram, *numbers = on_cpu.judge(_readable(A), BW, bound, _readable(C), W, wbar)
+        sums = ProbeSums(gram.numpy(), *numbers)
+    else:
+        sums = sums_of(row_sums(A, BW, bound), row_sums(C, W.double(), wbar))
+    return sums._replace(single=float(wbar) ** 2) if wbar.numel() == 1 else sums
 
 
 def sums_of(left: RowSums, right: RowSums) -> ProbeSums:

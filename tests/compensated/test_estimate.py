@@ -163,6 +163,17 @@ def test_a_bound_counts_the_rounding_of_its_probes() -> None:
     assert bound_of(gram * math.nan, 1.0, 0.99) == bound_of(gram * math.inf, 1.0, 0.99) == (math.inf, math.inf)
 
 
+@pytest.mark.parametrize("probes", [1, 7, 16])
+def test_probes_show_the_whole_error_of_one_column(probes: int) -> None:
+    for seed in range(20):
+        A, B = (torch.randn(*shape, generator=generator(seed)).double() for shape in ((50, 300), (300, 1)))
+        truth = A @ B
+        C = truth + 10.0 ** -(seed % 9 + 1) * torch.randn(50, 1, generator=generator(seed + 99))
+        found, true = estimate_error(A, B, C, probes, seed=seed), float((C - truth).norm() / truth.norm())
+        assert found.relative == pytest.approx(true, rel=1e-4)
+        assert true <= found.upper <= true * (1 + 3 * true) + 1e-12
+
+
 def test_a_bound_is_relative_to_the_product() -> None:
     assert relative_bound(1.0, 101.0) == 0.01 and relative_bound(0.0, 0.0) == 0.0
     assert relative_bound(1.0, 1.0) == relative_bound(1.0, 0.0) == math.inf
