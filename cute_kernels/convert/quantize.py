@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -44,9 +44,8 @@ class QuantizeConfig(KernelConfig):
 
     Examples
     --------
-    >>> config = QuantizeConfig("encode_rows", "float16", 4)
-    >>> config.name, config.lanes(256), config.tiles(100, 256)
-    ('quantize-encode_rows-float16-s4-s4', 8, 4)
+    >>> QuantizeConfig("encode_rows", "float16", 4).name
+    'quantize-encode_rows-float16-s4-s4'
     """
 
     kernel: str
@@ -179,6 +178,9 @@ def _encode_slices(call: _QuantizeCall, slices: int) -> None:
             ),
         )  # fmt: skip
     config = call.config("encode_slices")
+    if call.given:  # as many loads per thread as leave two CTAs to each SM
+        by_steps = (replace(config, steps=steps) for steps in (4, 2, 1))
+        config = next(one for one in by_steps if one.steps == 1 or one.tiles(rows, columns) >= each // 4)
     splits = min(each, config.tiles(rows, columns))
     get_kernel(config).launch(
         (slices * splits, 1, 1),
@@ -384,15 +386,15 @@ def default_configs() -> list[QuantizeConfig]:
     Examples
     --------
     >>> len(default_configs())
-    42
+    48
     """
-    kernels = ("encode_slices", "encode_rows", "encode_columns")
+    kernels = [("encode_slices", 4), ("encode_rows", 4), ("encode_columns", 4), ("encode_short_rows", 2)]
+    encode = [(*kind, bits) for kind in kernels for bits in (4, 8, 16)] + [("encode_slices", s, 8) for s in (1, 2)]
     return [
         config
         for x in ("float32", "float16", "bfloat16")
         for config in (
             *(QuantizeConfig(kernel, x) for kernel in ("absmax_slices", "absmax_columns")),
-            *(QuantizeConfig(kernel, x, bits) for kernel in kernels for bits in (4, 8, 16)),
-            *(QuantizeConfig("encode_short_rows", x, bits, steps=2) for bits in (4, 8, 16)),
+            *(QuantizeConfig(kernel, x, bits, steps=steps) for kernel, steps, bits in encode),
         )
     ]

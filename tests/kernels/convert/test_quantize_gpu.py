@@ -32,6 +32,7 @@ SHAPES = [(1, 1), (3, 5), (1, 1000), (70, 33), (64, 256), (5, 4100), (3, 20_000)
         QuantizeConfig("absmax_slices", "float32"),
         QuantizeConfig("absmax_columns", "bfloat16"),
         QuantizeConfig("encode_slices", "float16", 4),
+        QuantizeConfig("encode_slices", "bfloat16", 8, steps=1),
         QuantizeConfig("encode_rows", "float32", 8),
         QuantizeConfig("encode_short_rows", "float16", 4, steps=2),
         QuantizeConfig("encode_columns", "float64", 16),
@@ -53,7 +54,7 @@ def test_machine_code_keeps_everything_in_registers(
 
 def test_config_names_are_unique() -> None:
     configs = default_configs()
-    assert len({config.name for config in configs}) == len(configs) == 42
+    assert len({config.name for config in configs}) == len(configs) == 48
 
 
 def test_lanes_are_enough_for_a_row_and_tiles_for_a_matrix() -> None:
