@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from harness.few_rows_tables import (
     render_e4m3_blocks,
@@ -175,8 +176,54 @@ def render_models_avx512() -> str:
     return f"{grid(head, rows)}\n\n{grid(head_of_tokens, tokens)}\n\n{sources}"
 
 
+_FUSED = ("bfloat16, fused", "torch fp8, fused")
+_WHOLE = ("ours int8", "ours int8, static MLP", "ours int8, static", "ours int8, smooth static")
+
+
+def _compiled(case: dict[str, Any]) -> dict[str, float]:
+    """Milliseconds of a case's compiled ways."""
+    ways = case["ways"].items()
+    return {name.removesuffix(", compiled"): way["graph"] for name, way in ways if "compiled" in name}
+
+
 def render_models() -> str:
-    """Whole models on a GPU in CUDA graphs, each way compiled or not, whichever is faster."""
+    """Whole models on a GPU in 8 bits beside bfloat16 and torch's fp8, and a layer of 8B size in all ways; ms."""
+    rows, layers = [], []
+    for case in results("models_gpu_dense_h200")["cases"]:
+        ms = _compiled(case)
+        quoted = ms.get(_WHOLE[-1], ms["ours int8, static"])  # SmolLM2 does not stand scales that cover all rows
+        times = [*(ms[name] for name in ("bfloat16", *_FUSED, "ours int8")), quoted]
+        rows.append([case["case"], *(f"{each:.3f}" for each in times), f"{ms['bfloat16'] / quoted:.2f}x"])
+    head = ["layers of, ms", "bfloat16", "the same, fused", "torch fp8, fused", "int8, a scale per token",
+            "int8, static scales", "times as fast as bfloat16"]  # fmt: skip
+    for case in results("models_gpu_layer8b_h200")["cases"]:
+        ms = _compiled(case)
+        ways = (*_FUSED, _WHOLE[-1], "ours e4m3", "ours int4 g128, int8 rows", "ours int4 g128",
+                *(f"ours sparse {each}" for each in (0.5, 0.7, 0.9)))  # fmt: skip
+        times_as_fast = (f"{ms['bfloat16'] / ms[name]:.2f}x" for name in ways)
+        layers.append([f"layer of 8B size, {case['tokens']:,} tokens", f"{ms['bfloat16']:.3f} ms", *times_as_fast])
+    names = ["the same, fused", "torch fp8, fused", "int8, static scales", "e4m3", "int4, int8 rows",
+             "int4, weight-only", "sparse 0.5", "sparse 0.7", "sparse 0.9"]  # fmt: skip
+    sources = source("models_gpu_dense_h200", "models_gpu_layer8b_h200")
+    table = grid(["times as fast as bfloat16", "bfloat16", *names], layers)
+    return f"{grid(head, rows)}\n\n{table}\n\n{sources}"
+
+
+def render_models_dense() -> str:
+    """Compiled models on a GPU with all scales that int8 may have; ms."""
+    rows = []
+    for case in results("models_gpu_dense_h200")["cases"]:
+        ms = _compiled(case)
+        rows.append(
+            [case["case"], *(f"{ms[name]:.3f}" if name in ms else "-" for name in ("bfloat16", *_FUSED, *_WHOLE))]
+        )
+    head = ["", "bfloat16", "the same, fused", "torch fp8, fused", "int8", "int8, static MLP", "int8, static",
+            "int8, smooth static"]  # fmt: skip
+    return f"{grid(head, rows)}\n\n{source('models_gpu_dense_h200')}"
+
+
+def render_models_packed() -> str:
+    """Whole models on a GPU with 4-bit and sparse weights, each way compiled or not, whichever is faster."""
     rows, cases = [], results("models_gpu_h200")["cases"]
     models = list(dict.fromkeys(case["case"].split()[0] for case in cases))
     cases.sort(
@@ -185,38 +232,12 @@ def render_models() -> str:
     for case in cases:
         ms = {name: way["graph"] for name, way in case["ways"].items() if way.get("mode") == "graph"}
         best = {name: min(ms[name], ms.get(f"{name}, compiled", ms[name])) for name in ms if "compiled" not in name}
-        ways = ("bfloat16", "bfloat16, fused", "ours int8", "ours int4 g128", "ours int4 g128, int8 rows",
+        ways = ("bfloat16", "bfloat16, fused", "ours int4 g128", "ours int4 g128, int8 rows",
                 "ours sparse 0.5", "ours sparse 0.7", "ours sparse 0.9")  # fmt: skip
         rows.append([case["case"], *(f"{best[way]:.2f}" for way in ways)])
-    head = ["layers of, ms", "bfloat16", "bfloat16, fused", "int8", "int4, weight-only", "int4, int8 rows",
-            "sparse 0.5", "sparse 0.7", "sparse 0.9"]  # fmt: skip
+    head = ["layers of, ms", "bfloat16", "bfloat16, fused", "int4, weight-only", "int4, int8 rows", "sparse 0.5",
+            "sparse 0.7", "sparse 0.9"]  # fmt: skip
     return f"{grid(head, rows)}\n\n{source('models_gpu_h200')}"
-
-
-_FUSED = ("bfloat16, fused", "torch fp8, fused")
-
-
-def render_models_dense() -> str:
-    """Compiled models in 8 bits on a GPU beside bfloat16 and torch's fp8, and a layer of 8B size in all ways; ms."""
-    rows = []
-    for case in results("models_gpu_dense_h200")["cases"]:
-        ms = {name.removesuffix(", compiled"): way["graph"] for name, way in case["ways"].items() if "compiled" in name}
-        whole = ["ours int8", "ours int8, static MLP", "ours int8, static", "ours int8, smooth static"]
-        times = [f"{ms[name]:.3f}" if name in ms else "-" for name in ("bfloat16", *_FUSED, *whole)]
-        quoted = ms.get("ours int8, smooth static", ms["ours int8, static"])  # SmolLM2 does not stand static scales
-        rows.append([case["case"], *times, f"{ms['bfloat16'] / quoted:.2f}x"])
-    head = ["", "bfloat16", "the same, fused", "torch fp8, fused", "int8", "int8, static MLP", "int8, static",
-            "int8, smooth static", "times as fast as bfloat16"]  # fmt: skip
-    layers = []
-    for case in results("models_gpu_layer8b_h200")["cases"]:
-        ms = {name.removesuffix(", compiled"): way["graph"] for name, way in case["ways"].items() if "compiled" in name}
-        ways = ["ours int8, smooth static", "ours e4m3", "ours int4 g128, int8 rows", "ours int4 g128",
-                *(f"ours sparse {each}" for each in (0.5, 0.7, 0.9))]  # fmt: skip
-        layers.append([case["case"], *(f"{ms[name]:.3f}" for name in ("bfloat16", *_FUSED, *ways))])
-    head_of_layers = ["", "bfloat16", "the same, fused", "torch fp8, fused", "int8, smooth static", "e4m3",
-                      "int4, int8 rows", "int4, weight-only", "sparse 0.5", "sparse 0.7", "sparse 0.9"]  # fmt: skip
-    sources = source("models_gpu_dense_h200", "models_gpu_layer8b_h200")
-    return f"{grid(head, rows)}\n\n{grid(head_of_layers, layers)}\n\n{sources}"
 
 
 def render_layers() -> str:
@@ -342,6 +363,7 @@ SECTIONS: tuple[tuple[str, str, Callable[[], str]], ...] = (
     ("e4m3-blocks", "docs/lab/performance.md", render_e4m3_blocks),
     ("models-times", "docs/performance/gpu.md", render_models),
     ("models-dense", "docs/lab/models.md", render_models_dense),
+    ("models-packed", "docs/lab/models.md", render_models_packed),
     ("models-avx512", "docs/lab/models.md", render_models_avx512),
     ("ranks", "docs/how-to/several-gpus.md", render_ranks),
     ("format-errors", "docs/explanation/accuracy.md", render_errors),
