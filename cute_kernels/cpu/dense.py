@@ -22,6 +22,7 @@ from cute_kernels.cpu.arguments import (
     check_rows,
     check_vectors,
 )
+from cute_kernels.cpu.calls import template
 from cute_kernels.integers import check_range
 
 MAX_K = (2**31 - 1) // 2**14  # products of two bytes that int32 sums without overflow
@@ -235,6 +236,61 @@ def multiply(
         OUT_TYPES[out_dtype], torch.get_num_threads(), adds,
     )  # fmt: skip
     return out
+
+
+class TurnedCall:
+    """``(A B)^T`` (N, M), row-major, for a packed B and rows of one number and memory stride; a call checks nothing.
+
+    Parameters
+    ----------
+    right : PackedRight
+        (K, N).
+    rows : int
+        M.
+    row_elements : int
+        From one row of A to the next.
+    dtype : torch.dtype
+        Of the output, as for :func:`multiply`.
+    """
+
+    def __init__(self, right: PackedRight, rows: int, row_elements: int, dtype: torch.dtype) -> None:
+        engine = extension.load_extension()
+        self._right, self._rows, self._row_elements, self._out_type = right, rows, row_elements, OUT_TYPES[dtype]
+        self._like = template((right.shape[1], rows), dtype)
+        self._scales, self._run = engine.Scales, engine.dense
+
+    def __call__(
+        self,
+        a: Tensor,
+        row_scale: Tensor | None,
+        col_scale: Tensor | None,
+        bias: Tensor | None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Return the product, in `out` if that is given.
+
+        Parameters
+        ----------
+        a : Tensor
+            int8 at the address of A, contiguous rows.
+        row_scale : Tensor or None, shape () or with M entries
+            float32, contiguous; of a float output, which it multiplies after `col_scale`.
+        col_scale, bias : Tensor or None, shape () or with N entries
+            Likewise.
+        out : Tensor, shape (N, M), optional
+            Contiguous, of the dtype.
+        """
+        if out is None:
+            out = torch.empty_like(self._like, memory_format=torch.contiguous_format)
+        of_rows, one_row = (0, False) if row_scale is None else (row_scale.data_ptr(), row_scale.ndim == 0)
+        of_columns, one_column = (0, False) if col_scale is None else (col_scale.data_ptr(), col_scale.ndim == 0)
+        of_bias = 0 if bias is None else bias.data_ptr()
+        scales = self._scales(of_rows, of_columns, of_bias, 0, 0, one_row, one_column)
+        self._run(
+            self._right.handle, a.data_ptr(), self._row_elements, scales, True, self._rows, out.data_ptr(), 1,
+            self._rows, self._out_type, torch.get_num_threads(),
+        )  # fmt: skip
+        return out
 
 
 def linear(

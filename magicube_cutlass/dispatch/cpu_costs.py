@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from cute_kernels.cpu import engine, extension, linear
-from cute_kernels.cpu.dense import multiply, pack_right
+from cute_kernels.cpu.dense import TurnedCall, pack_right
 from cute_kernels.gemm.cpu import dense_backend, packs_weights
 from magicube_cutlass.dispatch import measured
 from magicube_cutlass.formats.generate import random_pattern
@@ -174,7 +174,7 @@ def _dense_products() -> Iterator[_Product]:
             out = torch.empty(m, n, dtype=out_dtype, device="cpu")
             run: Callable[[], object] = partial(gemm, a, b, scale_a=scale, out=out, out_dtype=out_dtype)
             if right is not None:
-                run = partial(multiply, b.t(), right, col_scale=scale, out_dtype=out_dtype, out=out.t())
+                run = partial(TurnedCall(right, n, k, out_dtype), b.t(), None, scale, None)
             yield dense_terms(m, k, n, 1, scale is None), run
 
 

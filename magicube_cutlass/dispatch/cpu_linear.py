@@ -18,7 +18,7 @@ from cute_kernels.gemm.cpu import packs_weights
 from magicube_cutlass.checks import has_dispatch_mode, is_transformed
 from magicube_cutlass.dispatch import cpu_costs
 from magicube_cutlass.dispatch.cpu import pack_operand
-from magicube_cutlass.dispatch.dense_fallback import packed_right
+from magicube_cutlass.dispatch.dense_fallback import as_read, fits, packed_right
 from magicube_cutlass.formats.srbcrs import SRBCRS
 from magicube_cutlass.formats.tracking import MAX_RECORDS, NO_RECORDS, RECORDS, is_current, keep_record
 
@@ -82,7 +82,7 @@ class _Record:
         self.copies_x = self.x_dtype is not x.dtype or not self.has_rows
         self.row_elements = k if self.copies_x or x.ndim > 2 else x.stride(0)
         given = x_scale is None or x_scale.dtype is torch.float32
-        self.is_plain = not self.copies_x and given and _fits(matrix.scale, self.m) and _fits(bias, self.m)
+        self.is_plain = not self.copies_x and given and fits(matrix.scale, self.m) and fits(bias, self.m)
 
     def operands(
         self, x: Tensor, x_scale: Tensor | None, scale: Tensor | None, bias: Tensor | None
@@ -90,7 +90,7 @@ class _Record:
         """Return copies of the operands where the engine cannot read them in place."""
         if self.copies_x:
             x = x.to(self.x_dtype).contiguous()
-        return x, None if x_scale is None else x_scale.float(), _vector(scale, self.m), _vector(bias, self.m)
+        return x, None if x_scale is None else x_scale.float(), as_read(scale, self.m), as_read(bias, self.m)
 
 
 class LinearRecord(_Record):
@@ -133,16 +133,6 @@ class TrainingRecord(_Record):
 def _has_rows(x: Tensor) -> bool:
     """Whether the rows of `x` (..., K) are contiguous and have one memory stride."""
     return x.is_contiguous() or (x.ndim == 2 and (x.shape[1] == 1 or x.stride(1) == 1))
-
-
-def _fits(x: Tensor | None, m: int) -> bool:
-    """Whether the engine reads a scale or a bias in place: float32, one or one per feature, contiguous."""
-    return x is None or (x.dtype is torch.float32 and (x.ndim == 0 or x.numel() == m) and x.is_contiguous())
-
-
-def _vector(x: Tensor | None, m: int) -> Tensor | None:
-    """A scale or a bias as the engine reads it; a copy only if it is another."""
-    return x if _fits(x, m) or x is None else x.detach().to(torch.float32).reshape(-1).expand(m).contiguous()
 
 
 def kind_of(

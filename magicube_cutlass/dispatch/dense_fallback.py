@@ -32,10 +32,12 @@ _LONGEST = (2**31 - 1) // 2**14  # products of two bytes that int32 sums without
 _ALIGNMENT = 16  # bytes; rows of the dense kernel start at multiples
 _LAUNCH = 2000.0  # of a copy, between kernels of a CUDA graph
 # On a CPU, beside the time of the kernels: nanoseconds that the Python of a dense call takes more than that of a sparse
-# one, that a row of results written down their columns takes, and that a byte takes to its place in the transpose of B.
-CPU_CALL, CPU_ROW, CPU_TURN = 9000.0, 6.0, 0.6
+# one, that a row of results written down their columns takes, and that a row-major B takes: a byte to its place in the
+# transpose, or to be packed in the call.
+CPU_CALL, CPU_ROW, CPU_TURN, CPU_PACK = 1500.0, 2.0, 0.8, 20_000.0
 CPU_SHORT = 1.4  # time of vectors of fewer than 8 rows over that of 8, of the kernels of few columns
 _TURNED = 300  # products of two bytes that the engine makes while it moves a byte to its place in the transpose
+_FEW_BYTES = 1 << 13  # of B, which are turned in less time than the Python takes that packs it
 _MOVED = 3500.0  # bytes that a copy reads or writes
 
 
@@ -80,7 +82,7 @@ def cpu_forecast(
 ) -> Forecast:
     """Return the forecast for a CPU, by default this one with torch's threads.
 
-    `digits`: of A times those of B. A `row_major` B of few columns is turned for the dense kernel.
+    `digits`: of A times those of B. A `row_major` B is turned for the dense kernel, or packed in the call.
     """
     cpu = cpu or cpu_costs.Processor.here()
     costs, threads = cpu.costs, cpu.threads
@@ -92,9 +94,11 @@ def cpu_forecast(
     dense = CPU_CALL + cpu_costs.predict(costs.dense, dense_terms, threads)
     if digits == 1 and batch == 1 and n <= cpu_costs.CLASSES[-1] and cpu.packs_layers:
         few, dense = costs.layer(m, k, problem.vectors * max(kind.vector_length, 4), n, threads)
-        dense += CPU_CALL + CPU_ROW * m * (n > 1) + CPU_TURN * k * n * row_major
+        dense += CPU_CALL + CPU_ROW * m * (n > 1)
         if n <= cpu_costs.FEW:
             sparse = few * (CPU_SHORT if kind.vector_length < 8 else 1.0)
+    if digits == 1 and batch == 1 and row_major and cpu.packs_layers:
+        dense += CPU_TURN * k * n if _turns(m, k, n) else CPU_PACK
     return Forecast(sparse, dense)
 
 
@@ -176,28 +180,32 @@ class DenseCall:
         self.bits, self.signed, self.packed_dim = dense.bits, dense.signed, dense.packed_dim
         self.dtype, self.sizes = out, (matrix.shape[0], *dense.shape[-2:])
         self.batch = dense.shape[:-2]
-        self.right: dense_engine.PackedRight | None = None
+        self.turned: dense_engine.TurnedCall | None = None
         self.copy: Tensor | None = None
         data = dense.data
         self.by_engine = data.is_cpu and dense.bits == 8 and data.ndim == 2 and packs_weights()
-        turned = bias is not None or _turns(matrix.shape[0], data.shape[-1])
-        if self.by_engine and (data.stride(0) == 1 or data.shape[0] == 1 or turned):
-            self.right = packed_right(matrix)
+        m, (k, n) = matrix.shape[0], data.shape[-2:]
+        self.turns = data.stride(-2) != 1 and k > 1
+        if self.by_engine and (not self.turns or bias is not None or _turns(m, k, n)):
+            self.turned = dense_engine.TurnedCall(packed_right(matrix), n, k if self.turns else data.stride(1), out)
+            # another shape, dtype or memory order of a scale or the bias is another call
+            self.reads_scales = all(fits(*each) for each in ((matrix.scale, m), (dense.scale, n), (bias, m)))
         else:
             self.copy = dense_copy(matrix)
 
     def __call__(self, b: Tensor, col_scale: Tensor | None, bias: Tensor | None, out: Tensor | None) -> Tensor:
         m, k, n = self.sizes
+        if self.turned is not None:
+            lines = b.t().contiguous() if self.turns else b  # (N, K)
+            if self.dtype in INTEGER_OUT:
+                return self.turned(lines, None, None, None, out)
+            if self.reads_scales:
+                return self.turned(lines, col_scale, self.scale, bias, out)
+            return self.turned(lines, as_read(col_scale, n), as_read(self.scale, m), as_read(bias, m), out)
+        rows, columns = (None, None) if self.dtype in INTEGER_OUT else (self.scale, col_scale)
         if out is None:
             out = torch.empty(*self.batch, m, n, dtype=self.dtype, device=b.device)
-        scaled = self.dtype not in INTEGER_OUT
-        rows, columns = (_factors(self.scale), _factors(col_scale)) if scaled else (None, None)
-        if self.right is not None:
-            lines = b.t() if b.stride(0) == 1 or k == 1 else b.t().contiguous()  # (N, K)
-            return dense_engine.multiply(
-                lines, self.right, row_scale=_repeated(columns, n), col_scale=_repeated(rows, m), columns_first=True,
-                bias=_repeated(bias, m), out_dtype=self.dtype, out=out.t(),
-            ).t()  # fmt: skip
+        rows, columns = _factors(rows), _factors(columns)
         assert self.copy is not None
         if self.by_engine:
             return dense_engine.multiply(
@@ -219,9 +227,19 @@ class DenseCall:
         return out
 
 
-def _turns(m: int, n: int) -> bool:
+def _turns(m: int, k: int, n: int) -> bool:
     """Whether a row-major B is turned in the call: packed as it is, its last panel would be multiplied whole."""
-    return m * (-n % dense_engine.PANEL) > _TURNED * n
+    return k * n <= _FEW_BYTES or m * (-n % dense_engine.PANEL) > _TURNED * n
+
+
+def fits(x: Tensor | None, size: int) -> bool:
+    """Whether the engine reads a scale or a bias in place: float32, one or `size`, contiguous."""
+    return x is None or (x.dtype is torch.float32 and (x.ndim == 0 or x.numel() == size) and x.is_contiguous())
+
+
+def as_read(x: Tensor | None, size: int) -> Tensor | None:
+    """A scale or a bias as the engine reads it; a copy only if it is another."""
+    return x if fits(x, size) or x is None else x.detach().to(torch.float32).reshape(-1).expand(size).contiguous()
 
 
 def _repeated(scale: Tensor | None, size: int) -> Tensor | None:

@@ -150,9 +150,9 @@ def early_spmm(
 
     `early`: a cached call may start before that kernel ends.
     """
-    if allow_dense:
-        _check_allow_dense(atom, config)
     compiling = torch.compiler.is_compiling()
+    if allow_dense and (compiling or atom is not None or config is not None):
+        _check_allow_dense(atom, config)
     if out is not None and not compiling:
         check_written(out, A, B, bias)
     key = record = None

@@ -284,6 +284,8 @@ class DenseTask {
   }
 
   void write_columns() const {
+    const bool copies = args_.out_type == Out::kInt32 || (args_.out_type == Out::kFloat32 && !args_.adds);
+    if (copies && rows_ <= kFewRows) return copy_columns(static_cast<float*>(args_.out) + column_ * args_.column_step + row_);
     for (int64_t j = 0; j < columns_; ++j) {
       const int64_t at = (column_ + j) * args_.column_step + row_;
       if (is_integer()) {
@@ -299,6 +301,14 @@ class DenseTask {
     }
   }
 
+  // 32 bits each. Apart from write_columns(), whose calls for each column would take longer than a few rows.
+  void copy_columns(float* out) const {
+    for (int64_t j = 0; j < columns_; ++j, out += args_.column_step) {
+      for (int64_t r = 0; r < rows_; ++r) std::memcpy(out + r, block_ + r * kPanel + j, sizeof *out);
+    }
+  }
+
+  static constexpr int64_t kFewRows = 16;
   const DenseArgs& args_;
   const int64_t row_, rows_, column_, columns_;
   const bool streams_;  // results are stored past the caches

@@ -27,7 +27,7 @@ EPS = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8
 def xeon(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Select by the costs of one thread of one CPU, whichever runs the tests."""
     monkeypatch.setattr(cpu_costs, "get_costs", cpu_costs.CpuCosts)
-    for name in ("CPU_CALL", "CPU_ROW", "CPU_TURN"):  # small products take the dense one too
+    for name in ("CPU_CALL", "CPU_ROW", "CPU_TURN", "CPU_PACK"):  # small products take the dense one too
         monkeypatch.setattr(dense_fallback, name, 0.0)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -102,8 +102,11 @@ def test_scales_bias_and_batch_are_those_of_the_sparse_product(out: torch.dtype,
         assert got.shape == (*batch, 37, 64)
 
 
-def test_the_output_is_written_in_place_and_a_second_call_sees_new_data() -> None:
+@pytest.mark.parametrize("column", [False, True])
+def test_the_output_is_written_in_place_and_a_second_call_sees_new_data(column: bool) -> None:
     a, b = scaled(sparse(64, 1500, 4), dense((1500, 64)), True, True)
+    if column:
+        b = mc.QuantTensor(b.data.t().contiguous().t(), b.scale, 8, True, b.axis, b.shape)
     out, first = torch.full((64, 64), torch.nan), cached_dense(a)
     for seed in range(3):
         torch.manual_seed(seed)
@@ -238,13 +241,36 @@ def test_the_engine_is_forecast_as_it_was_measured() -> None:
     assert str(Forecast(2000.0, 1000.0)).startswith("dense would be faster: about 1.0 us against 2.0 us")
 
 
-@pytest.mark.parametrize(("m", "n", "turned"), [(768, 24, True), (5, 1, True), (64, 48, False), (768, 64, False)])
+@pytest.mark.parametrize(
+    ("m", "n", "turned"), [(768, 24, True), (5, 1, True), (64, 16, True), (64, 48, False), (768, 64, False)]
+)
 def test_a_row_major_operand_of_few_columns_is_turned(m: int, n: int, turned: bool) -> None:
     a, rows, columns = sparse(m, 300, 8), dense((300, n)), dense((300, n), column=True)
     call = DenseCall(a, rows, torch.int32)
-    assert (call.right is not None) == (turned and packs_weights())
+    assert (call.turned is not None) == (turned and packs_weights())
     for operand, each in ((rows, call), (columns, DenseCall(a, columns, torch.int32))):
         assert torch.equal(each(operand.data, None, None, None).long(), mc.reference.spmm(a, operand))
+
+
+@pytest.mark.skipif(not packs_weights(), reason="the dense kernel of the engine alone reads scales as they are")
+@pytest.mark.parametrize("column", [False, True])
+@pytest.mark.parametrize("n", [3, 16, 20])
+def test_scales_of_every_kind_are_read_by_a_warm_dense_call(
+    n: int, column: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dense_fallback, "forecast", lambda *_: Forecast(2.0, 1.0))
+    for rows, columns, with_bias, dtype in itertools.product(*[(False, True)] * 3, (torch.float32, torch.float64)):
+        a, b = scaled(sparse(24, 300, 8), dense((300, n), column=column), rows, columns)
+        assert a.scale is not None and b.scale is not None
+        a.scale, scale = a.scale.to(dtype), b.scale.to(dtype)
+        data = b.data.t().contiguous().t() if column else b.data
+        b = mc.QuantTensor(data, scale, 8, True, b.axis, b.shape)
+        bias = torch.randn(48)[::2] if with_bias else None
+        want = mc.spmm(a, b, bias=bias)
+        for out in (None, torch.empty(24, n)):
+            for _ in range(2):
+                assert torch.equal(mc.spmm(a, b, bias=bias, out=out, allow_dense=True), want)
+        assert len(cached_dense(a)) == 2 and all(each.turned for each in cached_dense(a))
 
 
 def test_what_few_columns_add_to_a_forecast(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,10 +280,11 @@ def test_what_few_columns_add_to_a_forecast(monkeypatch: pytest.MonkeyPatch) -> 
         return cpu_forecast(kind, 128, 1, problem, cpu, row_major)
 
     monkeypatch.setattr(dense_fallback, "CPU_TURN", 2.0)
-    for n in (1, 16, 64):
-        turned = of(n, row_major=True)
-        assert turned.dense == pytest.approx(of(n).dense + 2.0 * 512 * n) and turned.sparse == of(n).sparse
-    assert of(65, row_major=True) == of(65) and of(16, row_major=True, packs=False) == of(16, packs=False)
+    monkeypatch.setattr(dense_fallback, "CPU_PACK", 7000.0)
+    for n, more in ((1, 2.0 * 512), (16, 2.0 * 512 * 16), (64, 7000.0), (65, 7000.0)):
+        found = of(n, row_major=True)
+        assert found.dense == pytest.approx(of(n).dense + more) and found.sparse == of(n).sparse
+    assert of(16, row_major=True, packs=False) == of(16, packs=False)
     layer = cpu_costs.CpuCosts().layer(128, 512, 4000.0 * 4, 16, 1)[0]
     assert of(16, v=4).sparse == of(16, v=2).sparse == pytest.approx(dense_fallback.CPU_SHORT * layer)
     assert of(32).sparse - of(17).sparse == pytest.approx(15 * 128 * 0.3)  # results: both are half a panel of B

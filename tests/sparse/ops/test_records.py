@@ -12,7 +12,7 @@ from torch import Tensor
 import magicube_cutlass as mc
 from cute_kernels.cpu import extension
 from magicube_cutlass.autograd.integer import spmm_of
-from magicube_cutlass.dispatch import cpu_linear
+from magicube_cutlass.dispatch import cpu_linear, dense_fallback
 from magicube_cutlass.formats.tracking import MAX_RECORDS
 from magicube_cutlass.nn import SparseQuantLinear
 from tests.helpers import python_calls
@@ -64,6 +64,13 @@ def test_a_warm_product_takes_few_calls_of_python_and_the_same_bits(name: str) -
     assert count_calls(call) <= MOST_CALLS
     again = call()
     assert isinstance(first, Tensor) and isinstance(again, Tensor) and torch.equal(first, again)
+
+
+def test_a_warm_dense_product_takes_few_calls_of_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b = mc.SRBCRS.from_dense(normal(40, 48), vector_length=8, bits=8), mc.quantize(normal(5, 48).t(), bits=8)
+    monkeypatch.setattr(dense_fallback, "forecast", lambda *_: dense_fallback.Forecast(2.0, 1.0))
+    mc.spmm(a, b, allow_dense=True)
+    assert count_calls(lambda: mc.spmm(a, b, allow_dense=True)) <= MOST_CALLS
 
 
 @pytest.mark.parametrize("static", [False, True])
