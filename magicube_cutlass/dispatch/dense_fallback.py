@@ -32,9 +32,9 @@ _LONGEST = (2**31 - 1) // 2**14  # products of two bytes that int32 sums without
 _ALIGNMENT = 16  # bytes; rows of the dense kernel start at multiples
 _LAUNCH = 2000.0  # of a copy, between kernels of a CUDA graph
 # On a CPU, beside the time of the kernels: nanoseconds that the Python of a dense call takes more than that of a sparse
-# one, that a row of results written down their columns takes, and that a row-major B takes: a byte to its place in the
-# transpose, or to be packed in the call.
-CPU_CALL, CPU_ROW, CPU_TURN, CPU_PACK = 1500.0, 2.0, 0.8, 20_000.0
+# one, by the engine and by torch, that a row of results written down their columns takes, and that a row-major B takes:
+# a byte to its place in the transpose, or to be packed in the call.
+CPU_CALL, CPU_GEMM, CPU_ROW, CPU_TURN, CPU_PACK = 1500.0, 9000.0, 2.0, 0.8, 20_000.0
 CPU_SHORT = 1.4  # time of vectors of fewer than 8 rows over that of 8, of the kernels of few columns
 _TURNED = 300  # products of two bytes that the engine makes while it moves a byte to its place in the transpose
 _FEW_BYTES = 1 << 13  # of B, which are turned in less time than the Python takes that packs it
@@ -91,7 +91,7 @@ def cpu_forecast(
     sizes = problem.vectors, kind.vector_length, digits, batch, out_bits, cpu.panel_columns
     sparse = cpu_costs.predict(costs.sparse, cpu_costs.sparse_terms(m, k, n, *sizes), threads)
     dense_terms = cpu_costs.dense_terms(m, k, n, batch, kind.out.startswith("int"))
-    dense = CPU_CALL + cpu_costs.predict(costs.dense, dense_terms, threads)
+    dense = (CPU_CALL if cpu.packs_layers else CPU_GEMM) + cpu_costs.predict(costs.dense, dense_terms, threads)
     if digits == 1 and batch == 1 and n <= cpu_costs.CLASSES[-1] and cpu.packs_layers:
         few, dense = costs.layer(m, k, problem.vectors * max(kind.vector_length, 4), n, threads)
         dense += CPU_CALL + CPU_ROW * m * (n > 1)

@@ -27,7 +27,7 @@ EPS = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8
 def xeon(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Select by the costs of one thread of one CPU, whichever runs the tests."""
     monkeypatch.setattr(cpu_costs, "get_costs", cpu_costs.CpuCosts)
-    for name in ("CPU_CALL", "CPU_ROW", "CPU_TURN", "CPU_PACK"):  # small products take the dense one too
+    for name in ("CPU_CALL", "CPU_GEMM", "CPU_ROW", "CPU_TURN", "CPU_PACK"):  # small products take the dense one too
         monkeypatch.setattr(dense_fallback, name, 0.0)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
