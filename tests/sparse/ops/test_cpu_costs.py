@@ -163,3 +163,9 @@ def test_measuring_leaves_the_number_of_threads(use_threads: Callable[[int], Non
     use_threads(2)
     cpu_costs.measure_costs()
     assert torch.get_num_threads() == 2
+
+
+def test_a_reading_of_no_time_is_no_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_costs.time, "thread_time", lambda: 1.0)
+    times = cpu_costs._shortest_times([lambda: time.sleep(1e-4)])
+    assert 1e5 <= times[0] < 1e8
