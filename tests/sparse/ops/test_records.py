@@ -11,6 +11,7 @@ from torch import Tensor
 
 import magicube_cutlass as mc
 from cute_kernels.cpu import extension
+from cute_kernels.gemm.cpu import packs_weights
 from magicube_cutlass.autograd.integer import spmm_of
 from magicube_cutlass.dispatch import cpu_linear, dense_fallback
 from magicube_cutlass.formats.tracking import MAX_RECORDS
@@ -66,6 +67,7 @@ def test_a_warm_product_takes_few_calls_of_python_and_the_same_bits(name: str) -
     assert isinstance(first, Tensor) and isinstance(again, Tensor) and torch.equal(first, again)
 
 
+@pytest.mark.skipif(not packs_weights(), reason="no path of the engine packs weights here")
 def test_a_warm_dense_product_takes_few_calls_of_python(monkeypatch: pytest.MonkeyPatch) -> None:
     a, b = mc.SRBCRS.from_dense(normal(40, 48), vector_length=8, bits=8), mc.quantize(normal(5, 48).t(), bits=8)
     monkeypatch.setattr(dense_fallback, "forecast", lambda *_: dense_fallback.Forecast(2.0, 1.0))
