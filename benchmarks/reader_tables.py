@@ -177,24 +177,27 @@ def render_models_avx512() -> str:
 
 
 _FUSED = ("bfloat16, fused", "torch fp8, fused")
+_TORCHAO = ("torchao int8", "torchao fp8")
 _WHOLE = ("ours int8", "ours int8, static MLP", "ours int8, static", "ours int8, smooth static")
 
 
 def _compiled(case: dict[str, Any]) -> dict[str, float]:
-    """Milliseconds of a case's compiled ways."""
-    ways = case["ways"].items()
-    return {name.removesuffix(", compiled"): way["graph"] for name, way in ways if "compiled" in name}
+    """Milliseconds of a case's compiled ways; torchao's are always compiled."""
+    ends = (", compiled", *_TORCHAO)
+    return {name.removesuffix(", compiled"): way["graph"] for name, way in case["ways"].items() if name.endswith(ends)}
 
 
 def render_models() -> str:
-    """Whole models on a GPU in 8 bits beside bfloat16 and torch's fp8, and a layer of 8B size in all ways; ms."""
+    """Whole models on a GPU in 8 bits beside bfloat16, torch's fp8 and torchao, and an 8B layer in all ways; ms."""
     rows, layers = [], []
     for case in results("models_gpu_dense_h200")["cases"]:
         ms = _compiled(case)
         quoted = ms.get(_WHOLE[-1], ms["ours int8, static"])  # SmolLM2 does not stand scales that cover all rows
-        times = [*(ms[name] for name in ("bfloat16", *_FUSED, "ours int8")), quoted]
-        rows.append([case["case"], *(f"{each:.3f}" for each in times), f"{ms['bfloat16'] / quoted:.2f}x"])
-    head = ["layers of, ms", "bfloat16", "the same, fused", "torch fp8, fused", "int8, a scale per token",
+        ms["static"] = quoted
+        names = ("bfloat16", *_FUSED, *_TORCHAO, "ours int8", "static")
+        times = (f"{ms[name]:.3f}" if name in ms else "-" for name in names)
+        rows.append([case["case"], *times, f"{ms['bfloat16'] / quoted:.2f}x"])
+    head = ["layers of, ms", "bfloat16", "the same, fused", "torch fp8, fused", *_TORCHAO, "int8, a scale per token",
             "int8, static scales", "times as fast as bfloat16"]  # fmt: skip
     for case in results("models_gpu_layer8b_h200")["cases"]:
         ms = _compiled(case)
@@ -214,11 +217,10 @@ def render_models_dense() -> str:
     rows = []
     for case in results("models_gpu_dense_h200")["cases"]:
         ms = _compiled(case)
-        rows.append(
-            [case["case"], *(f"{ms[name]:.3f}" if name in ms else "-" for name in ("bfloat16", *_FUSED, *_WHOLE))]
-        )
-    head = ["", "bfloat16", "the same, fused", "torch fp8, fused", "int8", "int8, static MLP", "int8, static",
-            "int8, smooth static"]  # fmt: skip
+        ways = ("bfloat16", *_FUSED, *_TORCHAO, *_WHOLE)
+        rows.append([case["case"], *(f"{ms[name]:.3f}" if name in ms else "-" for name in ways)])
+    head = ["", "bfloat16", "the same, fused", "torch fp8, fused", *_TORCHAO, "int8", "int8, static MLP",
+            "int8, static", "int8, smooth static"]  # fmt: skip
     return f"{grid(head, rows)}\n\n{source('models_gpu_dense_h200')}"
 
 
