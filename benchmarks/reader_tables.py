@@ -194,8 +194,8 @@ def render_models() -> str:
         ms = _compiled(case)
         quoted = ms.get(_WHOLE[-1], ms["ours int8, static"])  # SmolLM2 does not stand scales that cover all rows
         ms["static"] = quoted
-        names = ("bfloat16", *_FUSED, *_TORCHAO, "ours int8", "static")
-        times = (f"{ms[name]:.3f}" if name in ms else "-" for name in names)
+        columns = ("bfloat16", *_FUSED, *_TORCHAO, "ours int8", "static")
+        times = (f"{ms[name]:.3f}" if name in ms else "-" for name in columns)
         rows.append([case["case"], *times, f"{ms['bfloat16'] / quoted:.2f}x"])
     head = ["layers of, ms", "bfloat16", "the same, fused", "torch fp8, fused", *_TORCHAO, "int8, a scale per token",
             "int8, static scales", "times as fast as bfloat16"]  # fmt: skip
