@@ -232,10 +232,9 @@ def run_int8(m: int, k: int, n: int, name: str, pairs: tuple[Weight, Weight], mo
     return {"m": m, "k": k, "n": n, "act": "int8", "bytes": {name: size}, "cold": cold, "warm": warm}
 
 
-def main_int8(quick: bool, more: bool, path: Path | None) -> None:
-    """Int8 rows: all formats, or with `more` other configs of the first."""
+def main_int8(names: list[str], quick: bool, more: bool, path: Path | None) -> None:
+    """Int8 rows: formats by `names`, with `more` other configs too."""
     shapes, start = SHAPES[-1:] if quick else SHAPES, time.perf_counter()
-    names = INT8_WEIGHTS[:1] if more else INT8_WEIGHTS
     wanted: set[Any] = {WidenConfig("bfloat16"), *(DecodeConfig(name, "bfloat16") for name in names)}
     for k, n in shapes:
         for m in INT8_TOKENS:
@@ -278,9 +277,10 @@ def main() -> None:
         "one shape",
         configs={"action": "store_true", "help": "other configs beside the chosen"},
         act={"choices": ("none", "int8"), "default": "none", "help": "rows of bfloat16, or of int8"},
+        weights={"nargs": "*", "default": INT8_WEIGHTS, "help": "weights beside int8 rows"},
     )
     if args.act == "int8":
-        main_int8(args.quick, args.configs, args.out)
+        main_int8(args.weights, args.quick, args.configs, args.out)
         return
     shapes, start = SHAPES[-1:] if args.quick else SHAPES, time.perf_counter()
     wanted = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -122,6 +123,9 @@ class FewRowsConfig(StagedConfig):
         }
 
 
+_Config = TypeVar("_Config", bound=FewRowsConfig)
+
+
 def candidates(weight: str, rows: int, act: str = "bfloat16") -> list[FewRowsConfig]:
     """Return the configs for `rows` of 8, 16, 32 or 64, largest tile first."""
     base = FewRowsConfig(weight, rows, act, act)
@@ -137,11 +141,25 @@ def candidates(weight: str, rows: int, act: str = "bfloat16") -> list[FewRowsCon
     return [replace(each, units=1) if each.stages == 2 else each for each in found]
 
 
+def first_busy(configs: list[_Config], n: int, k: int, num_sms: int) -> _Config:
+    """Return the first config that keeps two of three SMs busy, else the last, of those whose CTAs share enough K.
+
+    CTAs that share K run at the same time, or the last clusters would double the time.
+    """
+    fitting = [
+        each for each in configs
+        if each.split == 1
+        or (k >= 1024 * each.split and -(-n // each.tile_n) * each.split <= each.ctas_at_once(num_sms))
+    ]  # fmt: skip
+    busy = (each for each in fitting if 3 * -(-n // each.tile_n) * each.split >= 2 * num_sms)
+    return next(busy, fitting[-1])
+
+
 @lru_cache(maxsize=4096)
 def choose_few_rows(
     weight: str, m: int, n: int, k: int, act: str = "bfloat16", out: str = "bfloat16", num_sms: int = 132
 ) -> FewRowsConfig:
-    """Return the config of a product: the largest tile that keeps two of three SMs busy.
+    """Return the config of a product: the largest tile that keeps two of three SMs busy, split-K in one turn.
 
     Parameters
     ----------
@@ -156,9 +174,7 @@ def choose_few_rows(
     """
     rows = next((each for each in ROWS if m <= each), ROWS[-1])
     num_sms = -(-num_sms // -(-m // rows))  # for each of the parts of 64 rows
-    fitting = [each for each in candidates(weight, rows, act) if each.split == 1 or k >= 1024 * each.split]
-    busy = (each for each in fitting if 3 * -(-n // each.tile_n) * each.split >= 2 * num_sms)
-    return replace(next(busy, fitting[-1]), out=out)
+    return replace(first_busy(candidates(weight, rows, act), n, k, num_sms), out=out)
 
 
 def aligned_rows(x: Tensor) -> Tensor:

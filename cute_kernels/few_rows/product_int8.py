@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels.few_rows.formats import FORMATS, PackedWeight, takes_int8
-from cute_kernels.few_rows.product import SCALE_TYPES, FewRowsConfig, aligned_rows, launch_few_rows
+from cute_kernels.few_rows.product import SCALE_TYPES, FewRowsConfig, aligned_rows, first_busy, launch_few_rows
 from cute_kernels.jit.device import device_of, num_sms
 
 INT8_ROWS = (16, 32, 64, 128)  # rows of X that a kernel is compiled for
@@ -42,7 +42,7 @@ class FewRowsInt8Config(FewRowsConfig):
 def int8_candidates(weight: str, rows: int) -> list[FewRowsInt8Config]:
     """Return the configs for `rows` of 16, 32, 64 or 128, largest tile first.
 
-    CTAs share K where tiles are few: 4096 rows of weights are 32 tiles for 132 SMs.
+    CTAs share K where tiles are few: 4096 rows of weights are 64 tiles for 132 SMs.
     """
     base = FewRowsInt8Config(weight, rows)
     large = []
@@ -51,7 +51,8 @@ def int8_candidates(weight: str, rows: int) -> list[FewRowsInt8Config]:
         large = [replace(base, depth=1)]
     elif rows == 128 and weight == "int8_g64":
         base = replace(base, units=1)  # two spill: sums and operands take 208 of 240 registers
-    found = [*large, *(replace(base, split=split) for split in (1, 2, 4))]
+    deep = replace(base, groups=2, depth=2)
+    found = [*large, base, *(replace(deep, split=split) for split in (1, 2, 4))]
     # of two stages, each is filled while nothing or little is left to read
     return [replace(each, units=1) if each.stages == 2 else each for each in found]
 
@@ -60,7 +61,7 @@ def int8_candidates(weight: str, rows: int) -> list[FewRowsInt8Config]:
 def choose_few_rows_int8(
     weight: str, m: int, n: int, k: int, out: str = "bfloat16", num_sms: int = 132
 ) -> FewRowsInt8Config:
-    """Return the config of a product: the largest tile that keeps two of three SMs busy.
+    """Return the config of a product: the largest tile that keeps two of three SMs busy, split-K in one turn.
 
     Parameters
     ----------
@@ -75,9 +76,7 @@ def choose_few_rows_int8(
     """
     rows = next((each for each in INT8_ROWS if m <= each), INT8_ROWS[-1])
     num_sms = -(-num_sms // -(-m // rows))  # for each of the parts of 128 rows
-    fitting = [each for each in int8_candidates(weight, rows) if each.split == 1 or k >= 1024 * each.split]
-    busy = (each for each in fitting if 3 * -(-n // each.tile_n) * each.split >= 2 * num_sms)
-    return replace(next(busy, fitting[-1]), out=out)
+    return replace(first_busy(int8_candidates(weight, rows), n, k, num_sms), out=out)
 
 
 def few_rows_int8_product(

@@ -16,8 +16,8 @@ _WIDTHS = {
     256: 0.97,
 }  # tile_n -> measured time per column, relative to tile_n = 128 (docs/lab/floats.md)
 _WIDTHS_WITH_FACTORS = {128: 1.0, 256: 0.89}  # as above, where scales multiply the sums of a K tile
-_SPLIT_K, _SPLIT_K_LINES = 2048, 4096  # least K of a CTA that shares a tile; where A has scales of 128 values
-_SMEM_BYTES = 232448  # shared memory that a CTA of sm_90a can have
+_SPLIT_K = 2048  # least K of a CTA that shares a tile; twice that, 128 columns wide, where nothing is decoded
+_SMEM_BYTES = 233472  # shared memory of an SM of sm_90a; each CTA takes 1 KiB more than it requests
 
 
 class OperandFormat(NamedTuple):
@@ -258,13 +258,13 @@ def lines_refusal(a: OperandFormat, b: OperandFormat, arch: str) -> str:
 
 def _with_stages(config: ScaledGemmConfig) -> ScaledGemmConfig:
     """Return the config with as many stages as fit shared memory."""
-    stages = 6 if not config.decoders else 4
-    smem_bytes = _SMEM_BYTES - 64
+    stages = 4 if config.decoders else 8 if config.tile_m == 64 else 6
+    smem_bytes = _SMEM_BYTES // config.resident - 1024
     while True:
-        remaining = smem_bytes - stages * (config.ready_bytes + 16)
+        remaining = smem_bytes - 64 - stages * (config.ready_bytes + 16)
         packed = min(8, remaining // (config.packed_bytes + 16)) if config.decoders else 1
         found = replace(config, stages=stages, packed_stages=packed)
-        if packed >= 2 or (not config.decoders and found.smem_bytes <= _SMEM_BYTES):
+        if packed >= 2 or (not config.decoders and found.smem_bytes <= smem_bytes):
             return found
         stages -= 1
 
@@ -294,10 +294,22 @@ def candidates(a: OperandFormat, b: OperandFormat, arch: str, *, fast: bool = Fa
     # Tensor Cores accumulate products of bfloat16 in float32 in any case.
     base = replace(base, promote=tiled or not (fast or base.uses_bfloat16), decoders=2 if decoded else 0)
     small = replace(base, tile_m=64, groups=1, decoders=3 if decoded else 0)
+    # Two CTAs per SM where registers allow it: then tiles of a turn and a half take less than two turns.
+    narrow = [
+        *([small] if decoded else [replace(small, tile_n=tile, resident=2) for tile in (128, 64)]),
+        *(replace(small, tile_n=tile, split=2) for tile in (128, 64)),
+    ]
     # Registers hold two accumulators, of a K tile and of the tile, up to 192 columns; without promotion one of 256.
     widths = () if decoded else (256, 192) if base.promote and not tiled else (256,)
     wide = [replace(base, tile_n=tile) for tile in widths]
-    return [_with_stages(each) for each in (*wide, base, *(replace(small, split=split) for split in (1, 2, 4)))]
+    return [_with_stages(each) for each in (*wide, base, *narrow)]
+
+
+def _least_k(config: ScaledGemmConfig) -> int:
+    """Return the K that each CTA of a config should have: to add up what several have takes the longer, the wider."""
+    if config.split == 1:
+        return 0
+    return _SPLIT_K if config.decoders else _SPLIT_K * config.tile_n // 64
 
 
 @lru_cache(maxsize=4096)
@@ -317,8 +329,7 @@ def choose(
     """Return the config for a product of (m, k) and (k, n).
 
     `tile_n` takes the least predicted time in waves of CTAs. If 128-row tiles leave SMs idle, tiles have 64 rows, and
-    split-K uses as many CTAs per tile as run at the same time, each with K of at least 2048, or 4096 where `a` has
-    scales of 128 values.
+    are as narrow, or shared by as many CTAs (split-K), as all CTAs can be that run at the same time.
 
     Parameters
     ----------
@@ -350,11 +361,10 @@ def choose(
         return -(-each.tiles(m, n) // num_sms) * each.tile_n * widths[each.tile_n]
 
     chosen = min(large, key=predicted_time)
-    least = _SPLIT_K_LINES if a.block == TILE else _SPLIT_K
     if small and (m <= 64 or large[-1].tiles(m, n) < num_sms // 2):
         fitting = [
-            each for each in small if each.split == 1
-            or (each.tiles(m, n) * each.split <= num_sms and k >= least * each.split)
+            each for each in small
+            if each.tiles(m, n) * each.split <= num_sms * each.resident and k >= _least_k(each) * each.split
         ]  # fmt: skip
-        chosen = fitting[-1]
+        chosen = [small[0], *fitting][-1]
     return replace(chosen, out=out, source=source)

@@ -215,7 +215,7 @@ def _launch(problem: ScaledGemmProblem, config: ScaledGemmConfig | SmallMConfig,
         kernel.launch((tiles, 1, 1), (*operands, *result))
         return
     maps = (
-        _tensor_map(a, config.a, m, config.tile_m, config),
+        _tensor_map(a, config.a, m, min(config.tile_m, m), config),
         _tensor_map(b, config.b, n, config.tile_n, config, config.adjacent),
     )
     if config.split > 1:

@@ -70,6 +70,15 @@ class StagedConfig(KernelConfig):
 
     resident: int  # CTAs per SM
     depth: int  # warp groups that take turns
+    split: int  # CTAs of a cluster
+
+    def ctas_at_once(self, num_sms: int) -> int:
+        """Return how many CTAs of whole clusters run at the same time.
+
+        Clusters of four have 120 of the 132 SMs of an H200, since a GPC has no multiple of four of them.
+        """
+        sms = num_sms if self.split < 4 else num_sms * 10 // 11
+        return sms // self.split * self.split * self.resident
 
     @property
     def stage_bytes(self) -> int:
@@ -208,8 +217,8 @@ class SmallMConfig(StagedConfig):
 def supports_small_m(m: int, a: OperandFormat, b: OperandFormat, arch: str) -> bool:
     """Return whether the small-M kernels multiply `m` rows of these operands.
 
-    They do not read tile scales, nor those of 128 values. Unscaled 8-bit weights need no decoding: above 32 rows, X
-    would be read too often.
+    They do not read tile scales, nor those of 128 values. Where nothing is decoded, the tiled kernels are as fast.
+    Above 32 rows, X would be read too often beside unscaled 8-bit weights.
 
     Parameters
     ----------
@@ -227,7 +236,9 @@ def supports_small_m(m: int, a: OperandFormat, b: OperandFormat, arch: str) -> b
     bool
         Whether :func:`choose_small_m` has a config.
     """
-    most = 0 if b.bits == 6 else 32 if b.bits == 8 and not (a.block or b.block) else ROWS[-1]
+    most = 0 if b.bits == 6 else ROWS[-1]
+    if b.bits == 8 and not (a.block or b.block):
+        most = 32 if a.bits < 8 else 0
     return arch == "sm_90a" and not (a.tiles or b.tiles or a.block == TILE) and m <= most
 
 
@@ -260,7 +271,8 @@ def choose_small_m(
 ) -> SmallMConfig:
     """Return the config of a small-M product.
 
-    The largest tile that keeps two of three SMs busy; split-K leaves each CTA enough K to pay for the reduction.
+    The largest tile that keeps two of three SMs busy; split-K leaves each CTA enough K to pay for the reduction, and
+    all CTAs run at the same time.
 
     Parameters
     ----------
@@ -274,7 +286,11 @@ def choose_small_m(
     """
     rows = next(each for each in ROWS if m <= each)
     least = 4096 if rows > 32 else 1024
-    fitting = [each for each in candidates(rows, a, b) if each.split == 1 or k >= least * each.split]
+    fitting = [
+        each for each in candidates(rows, a, b)
+        if each.split == 1
+        or (k >= least * each.split and each.tiles(n) * each.split <= each.ctas_at_once(num_sms))
+    ]  # fmt: skip
     busy = (each for each in fitting if 3 * each.tiles(n) * each.split >= 2 * num_sms)
     return replace(next(busy, fitting[-1]), out=out, source=source)
 

@@ -32,6 +32,7 @@ struct FloatGroupOp;
   struct FloatGroupOp<N, A, B, true> {                              \
     using type = SM90::GMMA::MMA_64x##N##x16_F32BF16BF16_SS<SM90::GMMA::Major::K, SM90::GMMA::Major::K>; \
   };
+MAGICUBE_GROUP_OPS(64)
 MAGICUBE_GROUP_OPS(128)
 MAGICUBE_GROUP_OPS(192)
 MAGICUBE_GROUP_OPS(256)
@@ -55,7 +56,7 @@ struct FloatGemm {
   static constexpr int kGroups = C::kGroups, kDecoders = C::kDecoders, kSplit = C::kSplit;
   static constexpr int kRegisters = kColumns / 2;  // accumulators of a span, per thread
   static constexpr int kStageBytes = A::kBytes + B::kBytes, kPackedBytes = A::kPackedBytes + B::kPackedBytes;
-  static constexpr int kDirectBytes = (A::kDecoded ? 0 : A::kBytes) + (B::kDecoded ? 0 : B::kBytes);
+  static constexpr bool kDirect = !A::kDecoded || !B::kDecoded;
   static constexpr int kRings = kStages * kStageBytes + kPackedStages * kPackedBytes;
   static constexpr int kThreads = 128 * (kGroups + kDecoders + 1);
   static constexpr int kMany = kGroups + kDecoders;
@@ -70,7 +71,7 @@ struct FloatGemm {
   // Whether registers hold the accumulators of two K tiles beside those of the tile, so that one K tile is multiplied while the
   // other is added. K tiles then go in pairs, of which the last can be beyond the matrix. No product is in flight between pairs:
   // at the end of a loop, the assembler would wait after each instruction.
-  static constexpr bool kOverlap = C::kPromote && kDecoders == 0 && kTileN == 128;
+  static constexpr bool kOverlap = C::kPromote && kDecoders == 0 && kTileN <= 128;
   static constexpr int kPair = kOverlap ? 2 : 1;
   static constexpr bool kScaled = C::kLines || C::kTiledA || C::kTiledB;
   using Accumulators = float[kRegisters];
@@ -86,6 +87,7 @@ struct FloatGemm {
   uint8_t* shared;
   TileScheduler<C::kBand> scheduler;
   int begin, last;  // K tiles of this CTA
+  int rows;         // of a TMA box of A: at most M, since the copy engine is slow to fill rows that do not exist
 
   __device__ uint32_t base() const { return shared_address(shared); }
   __device__ uint32_t full(int stage) const { return base() + kRings + 8 * stage; }
@@ -118,14 +120,14 @@ __device__ void producer_loop(const FloatGemm<C>& gemm, const TmaDescriptor& a, 
       if constexpr (G::kPackedBytes > 0) {
         const uint32_t full = gemm.packed_full(packed.stage);
         barrier_wait(gemm.packed_empty(packed.stage), packed.parity ^ 1);
-        mbarrier_arrive_expect_tx(full, G::kPackedBytes);
+        mbarrier_arrive_expect_tx(full, (G::A::kDecoded ? gemm.rows * G::A::kPackedRow : 0) + G::B::kPackedBytes);
         if (G::A::kDecoded) tma_load_2d(shared_address(gemm.packed_a(packed.stage)), &a, part * G::A::kPackedRow, row, full);
         if (G::B::kDecoded) tma_load_2d(shared_address(gemm.packed_b(packed.stage)), &b, part * G::B::kPackedRow, column, full);
       }
-      if constexpr (G::kDirectBytes > 0) {
+      if constexpr (G::kDirect) {
         const uint32_t full = gemm.full(at.stage);
         barrier_wait(gemm.empty(at.stage), at.parity ^ 1);
-        mbarrier_arrive_expect_tx(full, G::kDirectBytes);
+        mbarrier_arrive_expect_tx(full, (G::A::kDecoded ? 0 : gemm.rows * 128) + (G::B::kDecoded ? 0 : G::B::kBytes));
         if (!G::A::kDecoded) tma_load_2d(shared_address(gemm.ready_a(at.stage)), &a, part * 128, row, full);
         if constexpr (C::kAdjacent > 0) {
           tma_load_5d(shared_address(gemm.ready_b(at.stage)), &b, part * 128, column / (4 * C::kAdjacent), full);
@@ -369,7 +371,7 @@ __device__ __forceinline__ void init_barriers(const FloatGemm<C>& gemm) {
   using G = FloatGemm<C>;
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < G::kStages; ++stage) {
-      barrier_init(gemm.full(stage), (G::kDirectBytes > 0) + (G::kDecoders > 0 ? 4 : 0));
+      barrier_init(gemm.full(stage), G::kDirect + (G::kDecoders > 0 ? 4 : 0));
       barrier_init(gemm.empty(stage), 4 * G::kGroups);
     }
     for (int stage = 0; G::kPackedBytes > 0 && stage < G::kPackedStages; ++stage) {
@@ -393,7 +395,7 @@ gemm_floats_wgmma(const __grid_constant__ TmaDescriptor a, const __grid_constant
   constexpr int kDepth = G::kPair * G::kTileK;
   const int pairs = int((k + kDepth - 1) / kDepth), rank = G::kSplit == 1 ? 0 : int(cluster::rank());
   const G gemm{shared, {int((m + G::kTileM - 1) / G::kTileM), int((n + G::kTileN - 1) / G::kTileN)},
-               pairs * rank / G::kSplit * G::kPair, pairs * (rank + 1) / G::kSplit * G::kPair};
+               pairs * rank / G::kSplit * G::kPair, pairs * (rank + 1) / G::kSplit * G::kPair, m < G::kTileM ? int(m) : G::kTileM};
   const FloatScales scale_args_a{scales_a, scales_a_pitch, blocks_a}, scale_args_b{scales_b, scales_b_pitch, blocks_b};
   init_barriers(gemm);
   const int group = threadIdx.x / 128;

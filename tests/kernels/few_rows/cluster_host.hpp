@@ -385,7 +385,7 @@ using MMA_64x128x32_S32S8S8_RS_TN = HostProduct<128, host::kIntegers>;
   template <int = 0> struct MMA_64x##N##x32_F32E4M3E4M3_SS_TN; template <int = 0> struct MMA_64x##N##x32_F32E4M3E5M2_SS_TN; \
   template <int = 0> struct MMA_64x##N##x32_F32E5M2E4M3_SS_TN; template <int = 0> struct MMA_64x##N##x32_F32E5M2E5M2_SS_TN; \
   template <Major, Major> struct MMA_64x##N##x16_F32BF16BF16_SS; struct MMA_64x##N##x32_S32S8S8_SS_TN;
-HOST_NAMES(96) HOST_NAMES(128) HOST_NAMES(192) HOST_NAMES(256)
+HOST_NAMES(64) HOST_NAMES(96) HOST_NAMES(128) HOST_NAMES(192) HOST_NAMES(256)
 #undef HOST_NAMES
 }  // namespace SM90::GMMA
 }  // namespace cute

@@ -305,7 +305,7 @@ def check_config(config: ScaledGemmConfig, a: OperandFormat, b: OperandFormat, a
         # that round is known to be over if consumers have freed the stage that its last K tile was decoded to.
         turns = config.decoders == 0 or config.packed_stages % config.decoders == 0
         assert turns or config.packed_stages >= config.decoders + config.stages
-        assert config.tile_n == 128 or not config.decoders
+        assert config.tile_n in (64, 128) or not config.decoders
         assert config.tile_n != 192 or not config.has_factors, "a scale would be of columns of two tiles"
 
 
@@ -329,7 +329,7 @@ def test_the_choice_fits_the_shape() -> None:
             if config.split > 1:
                 assert config.tiles(m, n) * config.split <= num_sms and k >= 512 * config.split
     assert choose(4096, 4096, 4096, a, b, "sm_90a").tile_m == 128
-    assert choose(64, 4096, 4096, a, b, "sm_90a").split == 2 and choose(64, 4096, 8192, a, b, "sm_90a").split == 4
+    assert choose(64, 4096, 4096, a, b, "sm_90a").split == 2 and choose(64, 4096, 2048, a, b, "sm_90a").split == 1
     assert choose(16, 28672, 8192, a, b, "sm_90a").tile_m == 64
     assert choose(8, 8, 8, a, b, "sm_90a", out="float16", source="float32").source == "float32"
 
@@ -355,11 +355,24 @@ def test_a_tile_has_as_many_columns_as_take_the_least_time() -> None:
         assert choose(8192, n, 4096, LINES, a, "sm_90a").tile_n == 256
 
 
-def test_blocks_share_k_where_that_was_faster() -> None:
-    b = OperandFormat("e4m3", tiles=True)
-    for n, k, lines, plain in ((4096, 14336, 2, 4), (14336, 4096, 1, 1), (8192, 28672, 2, 2)):
-        assert choose(16, n, k, LINES, b, "sm_90a").split == lines
-        assert choose(16, n, k, OperandFormat("e4m3"), b, "sm_90a").split == plain
+def test_few_rows_have_the_tiles_that_were_fastest() -> None:
+    # As an H200 had them, cold weights: within 2% of the best of eleven, 5120 x 5120 within 6%.
+    tiled = OperandFormat("e4m3", tiles=True)
+    for a, b in ((OperandFormat("e4m3"), OperandFormat("e4m3")), (tiled, tiled), (LINES, tiled)):
+        for m, n, k, found in (
+            (64, 4096, 14336, (64, 2, 1)),
+            (16, 4096, 4096, (64, 2, 1)),
+            (1, 2048, 7168, (64, 2, 1)),
+            (64, 14336, 4096, (64, 1, 2)),
+            (16, 7168, 2048, (64, 1, 2)),
+            (128, 4096, 4096, (64, 1, 2)),
+            (33, 5120, 5120, (64, 1, 2)),
+            (64, 8192, 28672, (128, 2, 1)),
+            (128, 4096, 14336, (128, 2, 1)),
+            (16, 28672, 8192, (128, 1, 2)),
+        ):
+            config = choose(m, n, k, a, b, "sm_90a")
+            assert (config.tile_n, config.split, config.resident) == found, (m, n, k, a)
 
 
 def test_operands_of_many_rows_are_decoded_before_the_product() -> None:

@@ -11,8 +11,10 @@ from typing import Any, cast
 
 import pytest
 
+from cute_kernels.few_rows.product import choose_few_rows
+from cute_kernels.few_rows.product_int8 import choose_few_rows_int8
 from cute_kernels.jit import Binary, Unit
-from cute_kernels.scaled_gemm.config import OperandFormat
+from cute_kernels.scaled_gemm.config import OperandFormat, choose
 from cute_kernels.scaled_gemm.cuda import choose_config
 from cute_kernels.scaled_gemm.small_m import (
     ROWS,
@@ -55,7 +57,7 @@ def test_supported_operands() -> None:
         assert isinstance(choose_config(m, 512, 512, a, b, "sm_90a"), SmallMConfig)
     mx6, tiled = OperandFormat("e2m3", 32, "ue8m0"), OperandFormat("e4m3", tiles=True)
     for m, a, b in (
-        (65, E4M3, E2M1), (33, E4M3, OperandFormat("e5m2")), (8, E4M3, OperandFormat("e2m3")), (65, MX8, MX4), (8, MX8, mx6), (8, tiled, NV),
+        (65, E4M3, E2M1), (1, E4M3, OperandFormat("e5m2")), (33, E2M1, E4M3), (8, E4M3, OperandFormat("e2m3")), (65, MX8, MX4), (8, MX8, mx6), (8, tiled, NV),
     ):  # fmt: skip
         assert not supports_small_m(m, a, b, "sm_90a")
         assert choose_config(m, 512, 512, a, b, "sm_90a").kernel == "wgmma"
@@ -94,6 +96,21 @@ def test_the_choice_keeps_the_chip_busy() -> None:
     assert [choose_small_m(1, n, 8192, E4M3, E2M1).split for n in (1024, 4096, 6144, 8192)] == [4, 2, 1, 1]
     assert choose_small_m(1, 512, 512, E4M3, E2M1).split == 1, "too few k to share"
     assert choose_small_m(8, 8, 8, E4M3, E2M1, out="float16", source="float32").source == "float32"
+
+
+def test_no_cluster_waits_for_others_to_end() -> None:
+    # Of clusters of four CTAs an H200 holds 30, not 33: the last ones would take a second turn.
+    for m in (1, 16, 33, 64):
+        for n in range(64, 9000, 96):
+            for k in (2048, 4096, 14336):
+                tiled = choose(m, n, k, OperandFormat("e4m3"), OperandFormat("e2m3"), "sm_90a")
+                assert tiled.split == 1 or tiled.tiles(m, n) * tiled.split <= 132
+                small = choose_small_m(m, n, k, OperandFormat("e4m3"), OperandFormat("e2m1"))
+                few = choose_few_rows("int4_g128", m, n, k)
+                integers = choose_few_rows_int8("int4_g128", m, n, k)
+                for each in (small, few, integers):
+                    most = {1: 10**9, 2: 132, 4: 120}[each.split] * each.resident
+                    assert -(-n // each.tile_n) * each.split <= most, each
 
 
 CASES = [
