@@ -20,7 +20,7 @@ from cute_kernels.integers import fetch
 
 _PANEL = 64  # columns of B in a panel, of which the engine stages all K rows
 _MASK_SHARE = 3  # stored columns per word of a mask from which it is read faster than their indices
-MASK_COLUMNS = 2  # of B, up to which masks are read
+MASK_COLUMNS = 3  # of B, up to which masks are read
 _LARGE_PANEL = 1 << 24  # bytes; larger panels hold only the rows of B that A reads
 
 
@@ -193,7 +193,7 @@ def column_masks(a: SparseOperand) -> Tensor | None:
 
 
 def with_masks(a: SparseOperand) -> SparseOperand:
-    """Return the operand with :func:`column_masks`, which a product with one or two columns reads in place of indices.
+    """Return the operand with :func:`column_masks`, which a product with up to three columns reads in place of indices.
 
     The operand itself where nothing is won: on an engine path without them, or if few columns are stored.
     """

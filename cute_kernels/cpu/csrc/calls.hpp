@@ -70,7 +70,7 @@ const Engine& selected() {
   throw std::invalid_argument("MAGICUBE_CPU must be one of [" + names + "] on this machine, got '" + forced + "'");
 }
 
-// Whether a product with one or two columns reads the masks of the sparse operand.
+// Whether a product with up to three columns reads the masks of the sparse operand.
 bool reads_masks() {
 #ifdef MAGICUBE_X86
   const Engine* const engine = &selected();

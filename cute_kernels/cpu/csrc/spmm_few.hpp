@@ -16,6 +16,7 @@ constexpr int64_t kStagedRows = 64;  // rows of B per ticket
 constexpr int64_t kTicketRows = 8;   // vector rows
 constexpr int kTileRows = 8;
 constexpr int64_t kPage = 4096;
+constexpr int64_t kThreeShare = 6;  // stored columns per word of a mask, from which three panels beat a row of sixteen bytes
 
 // Up to eight rows of one vector row times at most kFewColumns columns of B, all in registers.
 struct FewTile {
@@ -38,27 +39,36 @@ inline bool has_few_columns(const SpmmArgs& args) {
   return !args.turned && args.n <= magicube::kFewColumns && args.a.digits() * args.b.digits() == 1 && args.a.columns_total <= kExactRun;
 }
 
-// Products with few columns are bound by the bytes of A: B is staged in rows of 1, 8 or 16 bytes. Two contiguous
-// columns are staged as two panels of one.
+// Products with few columns are bound by the bytes of A: B is staged in rows of 1, 8 or 16 bytes. Two contiguous columns are
+// staged as two panels of one, three where masks are read faster than the indices.
 template <class Micro>
 struct SpmmFew {
   const SpmmArgs& args;
   ThreadGroup& group;
+  const int64_t panels;
+  const int width;
 
-  int64_t panels() const { return args.n == 2 && args.b.runs_along_inner && args.a.columns_total > 0 ? 2 : 1; }
-  int width() const { return args.n == panels() ? 1 : args.n <= Micro::kFewWidth ? Micro::kFewWidth : 16; }
+  SpmmFew(const SpmmArgs& args, ThreadGroup& group)
+      : args(args), group(group), panels(panels_of(args)), width(args.n == panels ? 1 : args.n <= Micro::kFewWidth ? Micro::kFewWidth : 16) {}
+
+  static int64_t panels_of(const SpmmArgs& args) {
+    const auto& a = args.a;
+    const bool dense = a.plane_bytes >= kThreeShare * ((a.columns_total + 63) / 64) * a.vector_rows * a.vector_length;
+    const int64_t most = Micro::kKeeps && a.masks && dense ? 3 : 2;
+    return args.n <= most && args.b.runs_along_inner && a.columns_total > 0 ? args.n : 1;
+  }
   uint8_t flip() const { return Micro::kOffset && args.b.is_signed ? 0x80 : 0; }
   int64_t panel_bytes() const { return args.a.columns_total + 1 + kPanel; }  // of one column; whole words of masks are read
 
   void stage_rows(const uint8_t* data, int64_t k0, int64_t k1, uint8_t* panel) const {
     const auto& b = args.b;
-    for (int64_t p = 0; p < panels(); ++p) {
-      uint8_t* const to = panel + p * panel_bytes() + k0 * width();
-      if (k0 == 0) std::memset(to - width(), 0, static_cast<size_t>(width()));  // of padding columns
-      if (width() == 1 && b.runs_along_inner) {
+    for (int64_t p = 0; p < panels; ++p) {
+      uint8_t* const to = panel + p * panel_bytes() + k0 * width;
+      if (k0 == 0) std::memset(to - width, 0, static_cast<size_t>(width));  // of padding columns
+      if (width == 1 && b.runs_along_inner) {
         load_digits(data + p * b.run_bytes, b.bits, b.is_signed, k0, k1 - k0, flip(), to, 0);
       } else {
-        stage(b, data, !b.runs_along_inner, k0, k1 - k0, p, width() == 1 ? 1 : args.n, flip(), to, width(), 0);
+        stage(b, data, !b.runs_along_inner, k0, k1 - k0, p, width == 1 ? 1 : args.n, flip(), to, width, 0);
       }
     }
   }
@@ -69,8 +79,8 @@ struct SpmmFew {
     const int64_t begin = a.row_start[vector_row], used = a.row_end[vector_row] - begin, count = (used + a.stride - 1) & -int64_t{a.stride};
     const int rows = a.vector_length < kTileRows ? a.vector_length : kTileRows;
     for (int v = 0; v < a.vector_length; v += rows) {
-      Micro::few({panel, width(), is_gathered ? nullptr : a.columns + begin, count, used, a.planes + begin * a.vector_length + v * a.stride,
-                  a.stride, a.vector_length, rows, a.is_signed, args.b.is_signed, start + v, sums + v * width()});
+      Micro::few({panel, width, is_gathered ? nullptr : a.columns + begin, count, used, a.planes + begin * a.vector_length + v * a.stride,
+                  a.stride, a.vector_length, rows, a.is_signed, args.b.is_signed, start + v, sums + v * width});
     }
   }
 
@@ -104,17 +114,17 @@ struct SpmmFew {
     int32_t start[kRows];
     alignas(64) int32_t sums[kRows * magicube::kFewColumns];
     start_sums(row, (r1 - r0) * v, start);
-    const bool keeps = Micro::kKeeps && width() == 1 && args.a.masks;
+    const bool keeps = Micro::kKeeps && width == 1 && args.a.masks;
     const auto multiply_at = [&](int64_t r, const uint8_t* x) {
-      multiply(r, x, keeps, start + (r - r0) * v, sums + (r - r0) * v * width());
+      multiply(r, x, keeps, start + (r - r0) * v, sums + (r - r0) * v * width);
     };
-    for (int64_t p = 0; p < panels(); ++p) {
+    for (int64_t p = 0; p < panels; ++p) {
       const uint8_t* const panel = panels_of + p * panel_bytes();
       if constexpr (Micro::kKeeps) {
         if (keeps) with_kept(r0, r1, panel, multiply_at);
       }
       for (int64_t r = r0; r < r1 && !keeps; ++r) multiply_at(r, panel);
-      write(sums, row, lesser(r1 * v, args.a.rows) - row, batch, p, panels() > 1 ? 1 : args.n);
+      write(sums, row, lesser(r1 * v, args.a.rows) - row, batch, p, panels > 1 ? 1 : args.n);
     }
   }
 
@@ -126,7 +136,7 @@ struct SpmmFew {
     const float* const bias = scales.bias ? scales.bias + row : nullptr;
     const int64_t at = (batch * args.a.rows + row) * args.n + n0;
     if (args.out_type < Out::kFloat32) {
-      for (int64_t r = 0; r < rows; ++r) write_run(sums + r * width(), count, 0, 1.0f, nullptr, 0.0f, args.out_type, args.out, at + r * args.n);
+      for (int64_t r = 0; r < rows; ++r) write_run(sums + r * width, count, 0, 1.0f, nullptr, 0.0f, args.out_type, args.out, at + r * args.n);
       return;
     }
     alignas(64) float block[kTicketRows * magicube::kMaxVector * magicube::kFewColumns];  // of 16-bit floats, as float32
@@ -137,7 +147,7 @@ struct SpmmFew {
       write_column(sums, rows, row_scales, columns ? *columns : 1.0f, bias, out, pitch);
     } else {
       const auto each_row = [&](int64_t most) {  // inlined, with a constant
-        for (int64_t r = 0; r < rows; ++r, sums += width()) {
+        for (int64_t r = 0; r < rows; ++r, sums += width) {
           const float scale = row_scales ? row_scales[r] : 1.0f, added = bias ? bias[r] : 0.0f;
           for (int64_t j = 0; j < most; ++j) out[r * pitch + j] = static_cast<float>(sums[j]) * scale * (columns ? columns[j] : 1.0f) + added;
         }

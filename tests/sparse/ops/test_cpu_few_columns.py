@@ -95,16 +95,20 @@ def test_integers_are_exact(path: str, columns: int, vector_length: int) -> None
                 assert torch.equal(mc.spmm(a, b, out_dtype=out).long(), expected)
 
 
-@pytest.mark.parametrize("columns", [1, 2, 5, 16])
+@pytest.mark.parametrize("columns", [1, 2, 3, 5, 16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_scales_and_bias_have_the_bits_of_more_columns(path: str, columns: int, dtype: torch.dtype) -> None:
-    pattern = mc.random_pattern(45, 200, 0.5, 8, seed=3)
-    values, x = ints((pattern.vectors, 8), 8, True, 1), ints((200, 40), 8, True, 2)
+@pytest.mark.parametrize("sparsity", [0.5, 0.93])  # three columns read masks where they keep enough
+def test_scales_and_bias_have_the_bits_of_more_columns(
+    path: str, columns: int, dtype: torch.dtype, sparsity: float
+) -> None:
+    pattern = mc.random_pattern(45, 400, sparsity, 8, seed=3)
+    values, x = ints((pattern.vectors, 8), 8, True, 1), ints((400, 40), 8, True, 2)
     scales, bias = torch.linspace(0.1, 2, 40)[None], torch.linspace(-9, 9, 45)
     a = mc.SRBCRS.from_pattern(pattern, values, bits=8, scale=torch.linspace(0.5, 3, 45)[:, None])
     whole = mc.spmm(a, mc.QuantTensor.from_ints(x, bits=8, scale=scales), out_dtype=dtype, bias=bias)
-    few = mc.QuantTensor.from_ints(x[:, :columns], bits=8, scale=scales[:, :columns].contiguous())
-    assert torch.equal(mc.spmm(a, few, out_dtype=dtype, bias=bias), whole[:, :columns])
+    for data in (x[:, :columns], x.t().contiguous()[:columns].t()):  # runs of B across K, and along it
+        few = mc.QuantTensor.from_ints(data, bits=8, scale=scales[:, :columns].contiguous())
+        assert torch.equal(mc.spmm(a, few, out_dtype=dtype, bias=bias), whole[:, :columns])
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 3, 8, 16, 40, 70])
