@@ -65,7 +65,8 @@ digests: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.kernels.code_digests --jobs $(WORKERS) $(ARGS)
 
 # Those below make no environment: a machine with a GPU brings its own torch.
-# The tests spread over processes where pytest-xdist is there; most of their time is the host's, and that of one file.
+# The tests spread over processes where pytest-xdist is there: most of their time is the host's. Those of a file spread too, or
+# the other processes would wait for one file.
 gpu-test: SPREAD = $(shell $(PYTHON) -c 'import xdist; print("-n 6 --dist worksteal")' 2>/dev/null)
 gpu-test:
 	OMP_NUM_THREADS=1 PYTHONPATH="$(ROOTED)" $(PYTHON) -m pytest -m "gpu and not alone" tests $(SPREAD) $(ARGS)

@@ -73,7 +73,7 @@ def tried(m: int, a: OperandFormat, b: OperandFormat) -> list[ScaledGemmConfig |
         before = candidates(left, right, current_arch())
         others = [replace(first, decoders=1), replace(small, decoders=2), replace(small, stages=3), *before]
     else:
-        others = [replace(small, resident=2, stages=4), replace(first, promote=False)]
+        others = [replace(small, resident=1, stages=6), replace(first, promote=False)]
     if not supports_small_m(m, a, b, current_arch()):
         return [*found, *others]
     return [*found, *others, *small_m_candidates(next(rows for rows in ROWS if m <= rows), a, b)]
