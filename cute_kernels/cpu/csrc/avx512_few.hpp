@@ -1,7 +1,7 @@
 // Products with one or with up to sixteen columns of B on AVX512-VNNI.
 //
 // They are bound by the bytes of A. One column: its entries are put one behind another, by a bit per column of A where there are
-// masks, and multiplied by blocks of values. Sixteen: a row of B for each column of A, four of them interleaved.
+// masks, and multiplied by blocks of values. Eight and sixteen: a row of B for each column of A, eight and four of them interleaved.
 #pragma once
 
 #include <immintrin.h>
@@ -24,7 +24,7 @@ inline int32_t four_bytes(const uint8_t* from) {
 
 struct FewColumns512 {
   static constexpr bool kFew = true, kKeeps = true;
-  static constexpr int kFewWidth = 16;
+  static constexpr int kFewWidth = 8;
   static constexpr int64_t kAhead = 8192;  // bytes of A fetched meanwhile: a row ends before the hardware has followed it
 
   template <bool Signed>
@@ -177,8 +177,56 @@ struct FewColumns512 {
     for (int r = 0; r < Rows; ++r) _mm512_store_si512(at.sums + r * 16, sum[r]);
   }
 
+  // Eight rows of eight columns of B, transposed: bytes of two rows side by side, then words of four such pairs.
+  static __m512i octets(const FewTile& at, const int32_t* columns) {
+    const auto row = [&](int i) {
+      int64_t bytes;
+      std::memcpy(&bytes, at.panel + int64_t{columns[i]} * 8, sizeof bytes);
+      return bytes;
+    };
+    __m512i k = _mm512_set1_epi64(row(0));
+#pragma GCC unroll 8
+    for (int i = 1; i < 8; ++i) k = _mm512_mask_set1_epi64(k, static_cast<__mmask8>(1 << i), row(i));  // (8, 8)
+    const __m512i pairs = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15));
+    const __m512i order = _mm512_set_epi16(31, 23, 15, 7, 30, 22, 14, 6, 29, 21, 13, 5, 28, 20, 12, 4, 27, 19, 11, 3, 26, 18, 10, 2,
+                                           25, 17, 9, 1, 24, 16, 8, 0);
+    return _mm512_permutexvar_epi16(order, _mm512_shuffle_epi8(k, pairs));  // (8, 8)
+  }
+
+  // Eight columns of B: eight of its rows, transposed, times eight values of each row of A. Sums of a column are two.
+  template <int Rows, int Stride, bool Signed>
+  __attribute__((noinline)) static void few_eight(const FewTile& at) {
+    __m512i sum[Rows];
+#pragma GCC unroll 8
+    for (int r = 0; r < Rows; ++r) sum[r] = _mm512_set1_epi64(static_cast<uint32_t>(at.start[r]));
+    const uint8_t* block = at.values;
+    const int32_t* columns = at.columns;
+    const int64_t skip = int64_t{Stride} * at.vector_length;
+    for (const int32_t* const stop = columns + at.used; columns < stop; block += skip) {
+#pragma GCC unroll 8
+      for (int i = 0; i < Rows * Stride; i += 64) __builtin_prefetch(block + kAhead + i, 0, 2);  // to L2: rows of B need L1
+#pragma GCC unroll 4
+      for (int i = 0; i < Stride; i += 16) __builtin_prefetch(columns + kAhead / 8 + i, 0, 2);
+      for (const uint8_t *values = block, *const end = block + lesser(Stride, stop - columns); values < end; values += 8, columns += 8) {
+        const __m512i right = dense_side<Signed>(octets(at, columns));  // (8, 8)
+#pragma GCC unroll 8
+        for (int r = 0; r < Rows; ++r) {
+          int64_t eight;
+          std::memcpy(&eight, values + r * Stride, sizeof eight);
+          multiply_add<Signed>(sum[r], _mm512_set1_epi64(eight), right);
+        }
+      }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < Rows; ++r) {
+      const __m512i both = _mm512_add_epi32(sum[r], _mm512_srli_epi64(sum[r], 32));
+      _mm256_store_si256(reinterpret_cast<__m256i*>(at.sums + r * 8), _mm512_cvtepi64_epi32(both));
+    }
+  }
+
   template <int Rows, int Stride, bool Signed>
   static void few_as(const FewTile& at) {
+    if (at.width == 8) return few_eight<Rows, Stride, Signed>(at);
     if (at.width == 16) {
       return __builtin_cpu_supports("avx512vbmi") ? few_sixteen<Rows, Stride, Signed, true>(at) : few_sixteen<Rows, Stride, Signed, false>(at);
     }

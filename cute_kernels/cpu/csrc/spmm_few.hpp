@@ -16,7 +16,7 @@ constexpr int64_t kStagedRows = 64;  // rows of B per ticket
 constexpr int64_t kTicketRows = 8;   // vector rows
 constexpr int kTileRows = 8;
 constexpr int64_t kPage = 4096;
-constexpr int64_t kThreeShare = 6;  // stored columns per word of a mask, from which three panels beat a row of sixteen bytes
+constexpr int64_t kThreeShare = 12;  // stored columns per word of a mask, from which three panels beat a row of eight bytes
 
 // Up to eight rows of one vector row times at most kFewColumns columns of B, all in registers.
 struct FewTile {
