@@ -13,6 +13,7 @@ using __m512i = int32_t __attribute__((vector_size(64), may_alias));
 using __m256 = float __attribute__((vector_size(32), may_alias));
 using __m512 = float __attribute__((vector_size(64), may_alias));
 using __m512d = double __attribute__((vector_size(64), may_alias));
+using __mmask8 = uint8_t;
 using __mmask16 = uint16_t;
 using __mmask64 = uint64_t;
 
@@ -103,12 +104,27 @@ inline __m512 _mm512_setzero_ps() { return __m512{}; }
 inline __m512d _mm512_setzero_pd() { return __m512d{}; }
 inline __m512i _mm512_set1_epi32(int32_t x) { return emulated::fill<__m512i>(x); }
 inline __m512i _mm512_set1_epi8(char x) { return emulated::fill<__m512i>(x); }
+inline __m512i _mm512_set1_epi64(int64_t x) { return emulated::fill<__m512i>(x); }
+inline __m512i _mm512_mask_set1_epi64(__m512i from, __mmask8 mask, int64_t x) {
+  int64_t each[8];
+  std::memcpy(each, &from, 64);
+  for (int i = 0; i < 8; ++i) each[i] = mask >> i & 1 ? x : each[i];
+  return emulated::load<__m512i>(each);
+}
 inline __m512 _mm512_set1_ps(float x) { return emulated::fill<__m512>(x); }
 inline __m512d _mm512_set1_pd(double x) { return emulated::fill<__m512d>(x); }
 
 template <class... Int>
 __m512i _mm512_setr_epi32(Int... each) {
   return __m512i{each...};
+}
+
+template <class... Int>
+__m512i _mm512_set_epi16(Int... each) {  // the last one first
+  const int16_t words[] = {static_cast<int16_t>(each)...};
+  int16_t turned[32];
+  for (int i = 0; i < 32; ++i) turned[i] = words[31 - i];
+  return emulated::load<__m512i>(turned);
 }
 
 template <class... Int>
@@ -142,6 +158,10 @@ inline __m512i _mm512_load_si512(const void* from) {
 }
 inline void _mm_storeu_si128(__m128i* to, __m128i x) { std::memcpy(static_cast<void*>(to), &x, sizeof x); }
 inline void _mm256_storeu_si256(__m256i* to, __m256i x) { std::memcpy(static_cast<void*>(to), &x, sizeof x); }
+inline void _mm256_store_si256(__m256i* to, __m256i x) {
+  emulated::check_aligned(to, 32);
+  std::memcpy(static_cast<void*>(to), &x, sizeof x);
+}
 inline void _mm512_storeu_ps(float* to, __m512 x) { std::memcpy(to, &x, sizeof x); }
 inline void _mm512_storeu_pd(double* to, __m512d x) { std::memcpy(to, &x, sizeof x); }
 inline void _mm512_storeu_si512(void* to, __m512i x) { std::memcpy(to, &x, sizeof x); }
@@ -168,6 +188,12 @@ inline __m512i _mm512_srli_epi16(__m512i a, int count) {
   uint16_t x[32];
   std::memcpy(x, &a, 64);
   for (uint16_t& each : x) each = static_cast<uint16_t>(each >> count);
+  return emulated::load<__m512i>(x);
+}
+inline __m512i _mm512_srli_epi64(__m512i a, int count) {
+  uint64_t x[8];
+  std::memcpy(x, &a, 64);
+  for (uint64_t& each : x) each >>= count;
   return emulated::load<__m512i>(x);
 }
 inline __m512i _mm512_slli_epi32(__m512i a, int count) {
@@ -204,6 +230,18 @@ inline __m512i _mm512_unpackhi_epi64(__m512i a, __m512i b) { return emulated::un
 inline __m512i _mm512_permutexvar_epi32(__m512i order, __m512i x) {
   __m512i out;
   for (int i = 0; i < 16; ++i) out[i] = x[order[i] & 15];
+  return out;
+}
+inline __m512i _mm512_permutexvar_epi16(__m512i order, __m512i x) {
+  uint16_t from[32], at[32], out[32];
+  std::memcpy(from, &x, 64);
+  std::memcpy(at, &order, 64);
+  for (int i = 0; i < 32; ++i) out[i] = from[at[i] & 31];
+  return emulated::load<__m512i>(out);
+}
+inline __m256i _mm512_cvtepi64_epi32(__m512i a) {  // the lower half of each
+  __m256i out;
+  for (int i = 0; i < 8; ++i) out[i] = a[2 * i];
   return out;
 }
 inline __m512i _mm512_shuffle_epi8(__m512i a, __m512i order) {
