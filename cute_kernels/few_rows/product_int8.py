@@ -52,6 +52,8 @@ def int8_candidates(weight: str, rows: int) -> list[FewRowsInt8Config]:
     elif rows == 128 and weight == "int8_g64":
         base = replace(base, units=1)  # two spill: sums and operands take 208 of 240 registers
     deep = replace(base, groups=2, depth=2)
+    if rows == 128 and 0 < FORMATS[weight].group < 128:  # two units of several groups spill
+        deep = replace(deep, units=1)
     found = [*large, base, *(replace(deep, split=split) for split in (1, 2, 4))]
     # of two stages, each is filled while nothing or little is left to read
     return [replace(each, units=1) if each.stages == 2 else each for each in found]
