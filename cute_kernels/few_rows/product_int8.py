@@ -51,10 +51,11 @@ def int8_candidates(weight: str, rows: int) -> list[FewRowsInt8Config]:
         large = [replace(base, depth=1)]
     elif rows == 128 and weight == "int8_g64":
         base = replace(base, units=1)  # two spill: sums and operands take 208 of 240 registers
-    deep = replace(base, groups=2, depth=2)
-    if rows == 128 and 0 < FORMATS[weight].group < 128:  # two units of several groups spill
-        deep = replace(deep, units=1)
-    found = [*large, base, *(replace(deep, split=split) for split in (1, 2, 4))]
+    deep, group = replace(base, groups=2, depth=2), FORMATS[weight].group
+    shared = [replace(deep, split=split) for split in (1, 2, 4)]
+    if rows == 128 and group:  # two units of several groups spill, or of one where a cluster shares K
+        shared = [replace(each, units=1) if group < 128 or each.split > 1 else each for each in shared]
+    found = [*large, base, *shared]
     # of two stages, each is filled while nothing or little is left to read
     return [replace(each, units=1) if each.stages == 2 else each for each in found]
 

@@ -153,6 +153,15 @@ struct FewColumns512 {
     return _mm512_shuffle_epi8(_mm512_permutexvar_epi32(dwords, k), bytes);  // (16, 4)
   }
 
+  // What A has further on, to L2: rows of B need L1.
+  template <int Rows, int Stride>
+  static void fetch_ahead(const uint8_t* block, const int32_t* columns) {
+#pragma GCC unroll 8
+    for (int i = 0; i < Rows * Stride; i += 64) __builtin_prefetch(block + kAhead + i, 0, 2);
+#pragma GCC unroll 4
+    for (int i = 0; i < Stride; i += 16) __builtin_prefetch(columns + kAhead / 8 + i, 0, 2);
+  }
+
   // Sixteen columns of B: four of its rows, interleaved, times four values of each row of A.
   template <int Rows, int Stride, bool Signed, bool HasVbmi>
   __attribute__((noinline)) static void few_sixteen(const FewTile& at) {
@@ -163,10 +172,7 @@ struct FewColumns512 {
     const int32_t* columns = at.columns;
     const int64_t skip = int64_t{Stride} * at.vector_length;
     for (const int32_t* const stop = columns + at.used; columns < stop; block += skip) {
-#pragma GCC unroll 8
-      for (int i = 0; i < Rows * Stride; i += 64) __builtin_prefetch(block + kAhead + i, 0, 2);  // to L2: rows of B need L1
-#pragma GCC unroll 4
-      for (int i = 0; i < Stride; i += 16) __builtin_prefetch(columns + kAhead / 8 + i, 0, 2);
+      fetch_ahead<Rows, Stride>(block, columns);
       for (const uint8_t *values = block, *const end = block + lesser(Stride, stop - columns); values < end; values += kQuad, columns += kQuad) {
         const __m512i right = dense_side<Signed>(quads_of_sixteen<HasVbmi>(at, columns));  // (16, 4)
 #pragma GCC unroll 8
@@ -203,10 +209,7 @@ struct FewColumns512 {
     const int32_t* columns = at.columns;
     const int64_t skip = int64_t{Stride} * at.vector_length;
     for (const int32_t* const stop = columns + at.used; columns < stop; block += skip) {
-#pragma GCC unroll 8
-      for (int i = 0; i < Rows * Stride; i += 64) __builtin_prefetch(block + kAhead + i, 0, 2);  // to L2: rows of B need L1
-#pragma GCC unroll 4
-      for (int i = 0; i < Stride; i += 16) __builtin_prefetch(columns + kAhead / 8 + i, 0, 2);
+      fetch_ahead<Rows, Stride>(block, columns);
       for (const uint8_t *values = block, *const end = block + lesser(Stride, stop - columns); values < end; values += 8, columns += 8) {
         const __m512i right = dense_side<Signed>(octets(at, columns));  // (8, 8)
 #pragma GCC unroll 8

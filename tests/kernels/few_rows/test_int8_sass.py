@@ -49,7 +49,7 @@ CASES = {
     FewRowsInt8Config("int4_g128", 32, groups=4, depth=2): 105,
     FewRowsInt8Config("int4_g128", 64): 130,
     FewRowsInt8Config("int4_g128", 128): 200,
-    FewRowsInt8Config("int4_g128", 128, depth=2, split=2): 200,
+    FewRowsInt8Config("int4_g128", 128, depth=2, split=2, units=1): 210,
     FewRowsInt8Config("int8_g32", 32, groups=4, depth=2): 215,
     FewRowsInt8Config("int8_g64", 128, units=1): 335,
     FewRowsInt8Config("int4", 128): 65,
@@ -69,14 +69,6 @@ def loop_of(sass: str) -> list[str]:
     raise AssertionError("no loop around the products")
 
 
-def may_spill(config: FewRowsInt8Config) -> int:
-    """Bytes that may leave the registers: of 128 rows where a cluster shares K, of which the loop reads one word.
-
-    With one unit a stage nothing does, and 128 x 14336 x 4096 of int4_g128 took 22.0 us for 19.9 (H200).
-    """
-    return 48 if config.rows == 128 and config.split > 1 else 0
-
-
 @pytest.mark.parametrize("arch", ["sm_90a"])
 @pytest.mark.parametrize("config", CASES, ids=lambda config: config.name)
 def test_the_kernel_is_made_of_the_instructions_that_were_meant(
@@ -84,12 +76,11 @@ def test_the_kernel_is_made_of_the_instructions_that_were_meant(
 ) -> None:
     binary = binaries[config, arch].result()
     sass = disassemble(binary.code)
-    assert not re.search(r"\bCALL\b", sass)
-    assert binary.usage is not None and binary.usage.spill_bytes <= may_spill(config), binary.usage
+    assert not re.search(r"\b(?:LDL|STL|CALL)\b", sass), "local memory"
+    assert binary.usage is not None and binary.usage.stack_bytes == binary.usage.spill_bytes == 0, binary.usage
     products = re.findall(rf"IGMMA\.64x{config.rows}x32\.S8\.S8 R\d+, R\d+, gdesc", sass)
     assert len(products) == 4 * config.units, "weights from registers, each step of a stage once"
     loop = loop_of(sass)
-    assert sum(each.startswith(("LDL", "STL")) for each in loop) <= (may_spill(config) > 0), "local memory"
     form = config.format
     sums = config.units * (UNIT_K // form.group) if form.group else 1
     assert sum(each == "WARPGROUP.DEPBAR.LE" for each in loop) == sums, "the assembler made them wait"
@@ -111,4 +102,4 @@ def test_no_config_spills(
     config: FewRowsInt8Config, arch: str, binaries: dict[tuple[FewRowsInt8Config, str], Future[Binary]]
 ) -> None:
     usage = binaries[config, arch].result().usage
-    assert usage is not None and usage.spill_bytes <= may_spill(config), usage
+    assert usage is not None and usage.stack_bytes == usage.spill_bytes == 0, usage
