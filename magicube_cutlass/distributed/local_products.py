@@ -170,7 +170,7 @@ class LayerPart(ABC):
             quantize(rows, bits=8, signed=True, axis=None if scale is None else 1, scale=act_scale, out=(data, scale))
             return ()
 
-        launches.run(None, _addresses(rows, act_scale, data), rows.device, launch)
+        launches.run(None, _addresses(rows, act_scale, data, scale), rows.device, launch)
 
     def _multiply_gathered(self, data: Tensor, scale: Tensor, bias: Tensor | None, out: Tensor) -> None:
         """Write the product of the tokens of some ranks, `data` (ranks, ...), to `out` (ranks, tokens, out)."""
@@ -298,7 +298,7 @@ class SparsePart(LayerPart):
             quantize_transposed(rows, act_scale, data, scale)
             return ()
 
-        launches.run(None, _addresses(rows, act_scale, data), rows.device, launch)
+        launches.run(None, _addresses(rows, act_scale, data, scale), rows.device, launch)
 
     def _multiply_gathered(self, data: Tensor, scale: Tensor, bias: Tensor | None, out: Tensor) -> None:
         found = multiply_columns(self.matrix, data, scale, out.dtype, bias, out.view(-1, self.shape[0]))

@@ -110,6 +110,21 @@ def test_tokens_of_all_ranks_are_multiplied_where_an_all_gather_leaves_them(
     assert part.multiply_floats(own, by, 8, torch.bfloat16, None, into) is not None and torch.equal(into, wanted)
 
 
+@pytest.mark.parametrize("kind", ["sparse", "dense"])
+def test_scales_are_written_where_they_are_asked_for_though_integers_stay_in_place(kind: str) -> None:
+    rows, weight = torch.randn(48, 320, device="cuda"), torch.randn(64, 320)
+    part: LayerPart = SparsePart(mc.SRBCRS.from_dense(weight, vector_length=8, scale="row").to("cuda"), (0, 64))
+    data = torch.empty(320, 48, dtype=torch.int8, device="cuda")
+    if kind == "dense":
+        ints = quantized(weight.cuda(), 8, 1)
+        assert ints.scale is not None
+        part, data = DensePart(ints.data, ints.scale, (0, 64)), data.view(48, 320)
+    launches, wanted = Kept(4), rows.abs().amax(1, keepdim=True) / 127  # (48, 1)
+    for scale in torch.zeros(4, 48, 1, device="cuda"):  # the first calls make what the last would replay
+        part._quantize_own(rows, None, data, scale, launches)
+        torch.testing.assert_close(scale, wanted)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", [(1, 1), (5, 77), (300, 7168)])
 def test_largest_magnitudes_of_rows(shape: tuple[int, int], dtype: torch.dtype) -> None:
