@@ -2,7 +2,7 @@
 // e4m3 scales of blocks of 16 and a scale per row (nvfp4); to nearest even, saturating.
 //
 // sm_89 and later (cvt to e4m3). Work: a CTA per row, which reads it twice; of scales of 128 and mxfp8, 8 values per thread.
-// Quotients are those of double, rounded once: toward zero with a sticky bit to float32, then by the conversion. Source: PTX ISA,
+// Quotients are rounded once: float32 ones that are ties of the format are moved off to the side of the true one. Source: PTX ISA,
 // cvt.
 #pragma once
 
@@ -43,21 +43,39 @@ __device__ __forceinline__ float absmax_scale(uint32_t bits) {
   return fmaxf(__double2float_rn(static_cast<double>(__uint_as_float(bits)) / 448.0), __uint_as_float(1));
 }
 
-// x as a float32 that rounds to e4m3 as x does.
-__device__ __forceinline__ float sticky_float(double x) {
-  const float found = __double2float_rz(x);
-  return static_cast<double>(found) == x ? found : __uint_as_float(__float_as_uint(found) | 1);
-}
+// Divides float32 by a scale so that the result rounds to a format of few bits as the quotient does.
+struct Quotient {
+  float divisor, inverse, factor;
 
-// e4m3 codes of two quotients, the first in the low byte.
-__device__ __forceinline__ uint16_t e4m3_codes(double low, double high) {
+  // A tiny scale, and what it divides, grow by 2^64, so that remainders are no subnormal numbers.
+  __device__ __forceinline__ explicit Quotient(float scale) : factor(fabsf(scale) < 0x1p-64f ? 0x1p64f : 1.0f) {
+    divisor = scale * factor;
+    inverse = __fdiv_rn(1.0f, divisor);
+  }
+
+  // A float32 less than its last bit away, but for a tie of the format, which the remainder tells from what is next to it. A tie
+  // has zeros where float32 has its last bit, so that numbers which end in one stay: a step could make them ties.
+  __device__ __forceinline__ float operator()(float x) const {
+    const float scaled = x * factor, first = scaled * inverse;
+    const float corrected = __fmaf_rn(__fmaf_rn(-first, divisor, scaled), inverse, first);
+    const float near = corrected == corrected && first != 0.0f ? corrected : first;  // NaN of infinity, and zeros lose their sign
+    const float rest = __fmaf_rn(-near, divisor, scaled);
+    const uint32_t bits = __float_as_uint(near);
+    const bool stays = bits & 1 || !(fabsf(rest) > 0.0f);  // NaN stays
+    const uint32_t away = (__float_as_uint(rest) ^ __float_as_uint(x)) >> 31 ? bits - 1 : bits + 1;  // from the tie
+    return __uint_as_float(stays ? bits : away);
+  }
+};
+
+// e4m3 codes of two numbers, the first in the low byte.
+__device__ __forceinline__ uint16_t e4m3_codes(float low, float high) {
   uint16_t codes;
-  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %2, %1;" : "=h"(codes) : "f"(sticky_float(low)), "f"(sticky_float(high)));
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %2, %1;" : "=h"(codes) : "f"(low), "f"(high));
   return codes;
 }
 
 // Store the codes of eight quotients, of which `valid` exist.
-__device__ __forceinline__ void store_codes(const double (&quotients)[kRun], uint8_t* to, int64_t valid, bool vector) {
+__device__ __forceinline__ void store_codes(const float (&quotients)[kRun], uint8_t* to, int64_t valid, bool vector) {
   alignas(8) uint16_t codes[kRun / 2];
   CUTE_UNROLL
   for (int i = 0; i < kRun / 2; ++i) codes[i] = e4m3_codes(quotients[2 * i], quotients[2 * i + 1]);
@@ -96,12 +114,12 @@ encode_e4m3_rows(const typename C::Source* x, int64_t pitch, int64_t columns, fl
     scale = absmax_scale(bits);
     if (threadIdx.x == 0) scales[row] = scale;
   }
+  const Quotient quotient(scale);
   for (int64_t column = first; column < columns; column += step) {
     load_values(from + column, columns - column, vector != 0, values);
-    double quotients[kRun];
     CUTE_UNROLL
-    for (int i = 0; i < kRun; ++i) quotients[i] = static_cast<double>(values[i]) / static_cast<double>(scale);
-    store_codes(quotients, out + row * out_pitch + column, columns - column, vector != 0);
+    for (int i = 0; i < kRun; ++i) values[i] = quotient(values[i]);
+    store_codes(values, out + row * out_pitch + column, columns - column, vector != 0);
   }
 }
 
@@ -118,12 +136,12 @@ encode_e4m3_groups(const typename C::Source* x, int64_t pitch, int64_t columns, 
   CUTE_UNROLL
   for (int step = 1; step < 16; step *= 2) bits = max(bits, __shfl_xor_sync(~0u, bits, step));
   const float scale = absmax_scale(bits);
-  double quotients[kRun];
+  const Quotient quotient(scale);
   CUTE_UNROLL
-  for (int i = 0; i < kRun; ++i) quotients[i] = static_cast<double>(values[i]) / static_cast<double>(scale);
+  for (int i = 0; i < kRun; ++i) values[i] = quotient(values[i]);
   if (column >= columns) return;
   if (threadIdx.x % 16 == 0) scales[row * row_step + column / 128 * block_step] = scale;
-  store_codes(quotients, out + row * out_pitch + column, columns - column, vector != 0);
+  store_codes(values, out + row * out_pitch + column, columns - column, vector != 0);
 }
 
 // scales: (rows, blocks) of ue8m0, 2^(floor(log2 amax) - 8); 1 for zeros, NaN for non-finite blocks. Four lanes share a block.
@@ -141,18 +159,24 @@ encode_mxfp8_rows(const typename C::Source* x, int64_t pitch, int64_t columns, u
   // floor(log2): of subnormal numbers from the place of the highest bit
   const int exponent = bits >> 23 ? int(bits >> 23) - 127 : -118 - __clz(bits);
   const int code = bits >= 0x7F800000 ? 255 : bits == 0 ? 127 : max(exponent - 8, -127) + 127;
-  const double inverse = code == 255 ? __longlong_as_double(0x7FF8000000000000) : __longlong_as_double(int64_t{1150 - code} << 52);
-  double quotients[kRun];
+  // 2^(127 - code), of at least 2^-119; products below float32's normal numbers round to zero anyway
+  const float inverse = __uint_as_float(code == 255 ? 0x7FC00000 : uint32_t(254 - code) << 23);
   CUTE_UNROLL
-  for (int i = 0; i < kRun; ++i) quotients[i] = static_cast<double>(values[i]) * inverse;
+  for (int i = 0; i < kRun; ++i) values[i] *= inverse;
   if (column >= columns) return;
   if (threadIdx.x % 4 == 0) scales[row * blocks + column / 32] = uint8_t(code);
-  store_codes(quotients, out + row * out_pitch + column, columns - column, vector != 0);
+  store_codes(values, out + row * out_pitch + column, columns - column, vector != 0);
 }
 
 // e2m1 code of a magnitude that rounds as the quotient does: one more from each midpoint of two values on, which has the even code.
 __device__ __forceinline__ uint32_t e2m1_code(float x) {
   return (x > 0.25f) + (x >= 0.75f) + (x > 1.25f) + (x >= 1.75f) + (x > 2.5f) + (x >= 3.5f) + (x > 5.0f);
+}
+
+// x as a float32 that rounds to e4m3 as x does.
+__device__ __forceinline__ float sticky_float(double x) {
+  const float found = __double2float_rz(x);
+  return static_cast<double>(found) == x ? found : __uint_as_float(__float_as_uint(found) | 1);
 }
 
 constexpr uint32_t kNotFinite = 0x7F;  // e4m3 code of NaN, which a block with inf or NaN has
@@ -198,16 +222,16 @@ encode_nvfp4_rows(const typename C::Source* x, int64_t pitch, int64_t columns, u
     if (bits == 0) code = 0x38;
     else if (bits < 0x7F800000) {
       const double quotient = static_cast<double>(__uint_as_float(bits)) / (static_cast<double>(row_scale) * 6.0);
-      code = max(e4m3_codes(quotient, 0.0) & 0xFF, 1);
+      code = max(e4m3_codes(sticky_float(quotient), 0.0f) & 0xFF, 1);
     }
     if (threadIdx.x % 2 == 0) scales[row * blocks + column / 16] = uint8_t(code);
     const float value = code < 8 ? code * 0x1p-9f : __uint_as_float((code << 20) + (120u << 23));  // of the e4m3 code
-    const double scale = static_cast<double>(value * row_scale);
+    const Quotient quotient(value * row_scale);
     uint32_t word = 0;
     CUTE_UNROLL
     for (int i = 0; i < kRun; ++i) {
       const uint32_t sign = __float_as_uint(values[i]) >> 31 << 3;
-      const uint32_t own = e2m1_code(sticky_float(fabs(static_cast<double>(values[i]) / scale))) | sign;
+      const uint32_t own = e2m1_code(fabsf(quotient(values[i]))) | sign;
       if (i < valid) word |= (code == kNotFinite ? 7u : own) << (4 * i);
     }
     uint8_t* const to = out + row * out_pitch + column / 2;

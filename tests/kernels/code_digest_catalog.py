@@ -32,7 +32,7 @@ from cute_kernels.estimate.config import ProbeConfig
 from cute_kernels.estimate.look import LookConfig
 from cute_kernels.estimate.verdict import VerdictConfig
 from cute_kernels.few_rows.decode import DecodeConfig
-from cute_kernels.few_rows.encode_e4m3 import EncodeConfig
+from cute_kernels.few_rows.encode_e4m3 import EncodeConfig, encode_config
 from cute_kernels.few_rows.product import choose_few_rows
 from cute_kernels.few_rows.product_int8 import choose_few_rows_int8
 from cute_kernels.few_rows.widen import WidenConfig
@@ -232,6 +232,7 @@ def _few_rows(arch: str) -> Iterator[Entry]:
             yield f"few rows/{name} m={m} n={n} int8 out={out}", choose_few_rows_int8(name, m, n, 8192, out)
     if arch != "sm_80":  # no conversion to e4m3
         yield "few rows/rows to e4m3", EncodeConfig("encode_e4m3_rows", "bfloat16")
+        yield "few rows/few long rows to e4m3", encode_config("encode_e4m3_rows", "bfloat16", 16, 14336)
         yield "few rows/rows to mxfp8", EncodeConfig("encode_mxfp8_rows", "float32")
         yield "few rows/rows to e4m3 by 128", EncodeConfig("encode_e4m3_groups", "bfloat16")
         yield "few rows/rows to nvfp4", EncodeConfig("encode_nvfp4_rows", "float16")

@@ -23,7 +23,7 @@ def encodes(x: Tensor, act: str) -> bool:
     return x.device.type == "cuda" and current_arch() in ENCODE_ARCHES
 
 
-def encoded(x: Tensor, act: str, act_scale: Tensor | None) -> ScaledFloatTensor:
+def encoded(x: Tensor, act: str, act_scale: Tensor | None, for_torch: bool = True) -> ScaledFloatTensor:
     """Return the quantized rows of `x`, bit for bit those of ``quantize_floats``.
 
     Parameters
@@ -34,6 +34,8 @@ def encoded(x: Tensor, act: str, act_scale: Tensor | None) -> ScaledFloatTensor:
         ``"e4m3"``, ``"e4m3_g128"``, ``"mxfp8"`` or ``"nvfp4"``.
     act_scale : Tensor or None, shape ()
         Given scale of e4m3; None: one per row.
+    for_torch : bool, default True
+        Scales of 128 values lie in memory as ``torch._scaled_mm`` reads them, not as the library's kernels do.
     """
     if act == "mxfp8":
         codes, scale = encode_mxfp8(x)
@@ -42,7 +44,7 @@ def encoded(x: Tensor, act: str, act_scale: Tensor | None) -> ScaledFloatTensor:
         codes, scale, row_scale = encode_nvfp4(x)
         return ScaledFloatTensor(codes, x.shape[1], "e2m1", scale, "e4m3", 16, row_scale)
     if act == "e4m3_g128":
-        codes, scale = encode_e4m3_groups(x)
+        codes, scale = encode_e4m3_groups(x, for_torch)
         return ScaledFloatTensor(codes, x.shape[1], "e4m3", scale, block=128)
     codes, scale = encode_e4m3(x, None if act_scale is None else act_scale.float().reshape(()))
     return ScaledFloatTensor(codes, x.shape[1], "e4m3", scale)

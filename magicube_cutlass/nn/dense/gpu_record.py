@@ -130,7 +130,7 @@ class FloatRecord(LayerRecord):
         return act_scale is None or (act_scale.dtype == torch.float32 and act_scale.numel() == 1)
 
     def _launch(self, x: Tensor, act_scale: Tensor | None, source: Tensor | None, out: Tensor) -> tuple[Tensor, ...]:
-        rows = encoded(x, self._act, act_scale).operand()
+        rows = encoded(x, self._act, act_scale, for_torch=False).operand()
         scaled_gemm(rows, self._weight, bias=self._float_bias, out=out, out_dtype=out.dtype)
         return ()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cute_kernels.few_rows.encode_e4m3 import ENCODED, EncodeConfig
+from cute_kernels.few_rows.encode_e4m3 import ENCODED, encode_config
 from cute_kernels.few_rows.widen import WidenConfig, widen_rows
 from magicube_cutlass.nn.dense.encode import encoded
 from magicube_cutlass.nn.dense.product import quantize_act
@@ -14,12 +14,13 @@ from tests.gpu.problems import needs_warp_groups
 
 pytestmark = [pytest.mark.gpu, needs_warp_groups]
 
-SHAPES = [(1, 1), (3, 77), (16, 4096), (5, 5000), (40, 256)]
-KERNELS = [
-    EncodeConfig(entry, str(dtype).removeprefix("torch."))
+SHAPES = [(1, 1), (3, 77), (16, 4096), (5, 5000), (40, 256), (130, 2500)]
+KERNELS = {
+    encode_config(entry, str(dtype).removeprefix("torch."), *shape)
     for entry in ("encode_e4m3_rows", "encode_e4m3_groups", "encode_mxfp8_rows", "encode_nvfp4_rows")
     for dtype in ENCODED
-]
+    for shape in SHAPES
+}
 
 
 @pytest.mark.parametrize("dtype", ENCODED, ids=str)
