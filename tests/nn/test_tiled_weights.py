@@ -147,12 +147,18 @@ DEQUANTIZED = "torch.matmul in float32 on the dequantized weight: "
     [
         ("sm_90a", "none", (200, 300), "few_rows", "few-rows product of float16 and bfloat16"),
         ("sm_90a", "e4m3", (200, 300), "scaled_gemm", "scaled GEMM, rows quantized before"),
-        ("sm_90a", "e4m3_g128", (208, 512), "blockwise", "torch._scaled_mm with blockwise scales"),
-        ("sm_90a", "e4m3_g128", (200, 512), "torch", DEQUANTIZED + "blockwise scales need outputs in multiples of 16"),
-        ("sm_90a", "e4m3_g128", (208, 300), "torch", "inputs in multiples of 512, got 208 and 300"),
+        (
+            "sm_90a",
+            "e4m3_g128",
+            (208, 512),
+            "blockwise",
+            "; 129 rows and more by torch._scaled_mm with blockwise scales",
+        ),
+        ("sm_90a", "e4m3_g128", (200, 512), "blockwise", "; torch: blockwise scales need outputs in multiples of 16"),
+        ("sm_90a", "e4m3_g128", (208, 300), "blockwise", "inputs in multiples of 512, got 208 and 300"),
         ("sm_80", "none", (200, 300), "torch", DEQUANTIZED + "no kernel for this format here"),
         ("sm_80", "e4m3", (200, 300), "scaled_gemm", "scaled GEMM, rows quantized before"),
-        ("sm_80", "e4m3_g128", (208, 512), "torch", DEQUANTIZED + "blockwise scales need sm_90a, got sm_80"),
+        ("sm_80", "e4m3_g128", (208, 512), "torch", DEQUANTIZED + "scales of 128 values need sm_90a, got sm_80"),
     ],
 )
 def test_what_multiplies_on_a_gpu_and_why(
@@ -206,10 +212,10 @@ def test_torch_multiplies_rows_with_scales_of_128(monkeypatch: pytest.MonkeyPatc
     layer = QuantLinear.from_quantized(given(144, 1024), normal(144, seed=2))
     product = layer.product()
     for dtype, bound in ((torch.float32, 1e-6), (torch.bfloat16, 4e-3)):
-        x = normal(2, 9, 1024, seed=1).to(dtype)
+        x = normal(3, 50, 1024, seed=1).to(dtype)  # more than the scaled GEMM takes
         want = product(x, None, layer.bias)
         monkeypatch.setattr(product, "backend", "blockwise")
         got = product(x, None, layer.bias)
-        assert got.dtype == dtype and got.shape == (2, 9, 144) and "torch._scaled_mm" in product.describe()
+        assert got.dtype == dtype and got.shape == (3, 50, 144) and "torch._scaled_mm" in product.describe()
         assert float((got - want).norm() / want.norm()) < bound
         monkeypatch.setattr(product, "backend", "torch")

@@ -37,6 +37,9 @@ _MAX_CALLS = 64  # kept per weight
 # On an H200, 4096 x 14336 and back, 512 rows of int4 tie (125 and 123 us; 100 and 112), 1,024 of all formats gain 4
 # to 22%.
 DECODED_ROWS = 768
+OWN_ROWS = (
+    128  # up to which rows of e4m3_g128 are multiplied by the scaled GEMM, not by torch (docs/lab/performance.md)
+)
 
 
 def quantize_act(x: Tensor, act: str, act_scale: Tensor | None) -> QuantTensor | ScaledFloatTensor | None:
@@ -85,6 +88,7 @@ class DenseProduct:
     def __init__(self, weight: QuantWeight, act: str, smooth: Tensor | None = None) -> None:
         self.weight, self.act, self.shape = weight, act, (int(weight.shape[0]), int(weight.shape[1]))
         self.backend = _backend(weight, act)
+        self._torch_refuses = refusal(*self.shape) if self.backend == "blockwise" else ""
         self.factors = None if smooth is None else inverse_of(smooth)
         self._copy: Tensor | None = None  # float32, what torch multiplies by on a CPU
         self._calls: dict[Hashable, LinearCall] = {}
@@ -296,7 +300,9 @@ class DenseProduct:
         return matmul(dense, self.weight.mT, bias=bias, out_dtype=rows.dtype)
 
     def _by_blockwise(self, rows: Tensor, bias: Tensor | None) -> Tensor:
-        """e4m3 rows with a scale per 128 values, by torch."""
+        """e4m3 rows with a scale per 128 values: few by the scaled GEMM, many by torch where it takes the weight."""
+        if rows.shape[0] <= OWN_ROWS or self._torch_refuses:
+            return self._by_scaled_gemm(rows, None, bias)
         dense = quantize_act(rows, self.act, None)
         assert isinstance(dense, ScaledFloatTensor) and isinstance(self.weight, ScaledFloatTensor)
         return blockwise_gemm(dense.data, dense.scale, self.weight.data, self.weight.scale, bias, rows.dtype)
@@ -329,22 +335,24 @@ class DenseProduct:
         takes = isinstance(self.weight, GroupTensor) and self.act == "int8" and self.weight.device.type == "cpu"
         reason = extension.MISSING if takes and not extension.available() else "no kernel for this format here"
         if self.act == "e4m3_g128" and self.weight.device.type != "cpu":
-            reason = refusal(*self.shape)
+            reason = "scales of 128 values need sm_90a, got " + current_arch()
+        many = f"torch: {self._torch_refuses}" if self._torch_refuses else (
+            f"{OWN_ROWS + 1} rows and more by torch._scaled_mm with blockwise scales")  # fmt: skip
         texts = {
             "engine": f"CPU engine, {extension.isa()} path, rows quantized in the call" if on_engine else "",
             "gemm": "int8 GEMM, rows quantized before",
             "few_rows": "few-rows product of float16 and bfloat16, weights decoded in registers; float32 by torch",
             "few_rows_int8": "few-rows product of int8 rows, quantized before",
             "scaled_gemm": "scaled GEMM, rows quantized before",
-            "blockwise": "torch._scaled_mm with blockwise scales, rows quantized before",
+            "blockwise": f"scaled GEMM, rows quantized before; {many}",
             "torch": f"torch.matmul in float32 on the dequantized weight: {reason}",
         }
-        many, text = self._decoded_rows(), texts[self.backend]
+        decoded, text = self._decoded_rows(), texts[self.backend]
         if self.backend == "torch" and self.weight.device.type == "cpu":
             text += f"; it is kept, {4 * self.shape[0] * self.shape[1]:,} bytes more"
         if self.backend == "few_rows_int8" and torch.float32 not in self._int8_dtypes():
             text += "; float32 by torch"
-        return text + (f"; {many} rows and more by torch on weights decoded before" if many else "")
+        return text + (f"; {decoded} rows and more by torch on weights decoded before" if decoded else "")
 
 
 def _make_room(calls: dict[Hashable, Any]) -> None:
@@ -361,7 +369,7 @@ def _float32(x: Tensor | None) -> Tensor | None:
 def _backend(weight: QuantWeight, act: str) -> str:
     on_cpu, grouped = weight.device.type == "cpu", isinstance(weight, GroupTensor)
     if act == "e4m3_g128":
-        return "torch" if on_cpu or refusal(int(weight.shape[0]), int(weight.shape[1])) else "blockwise"
+        return "torch" if on_cpu or current_arch() != "sm_90a" else "blockwise"
     if isinstance(weight, GroupTensor) and act == "int8":
         if on_cpu:
             return "engine" if extension.available() and weight.k <= MAX_K else "torch"
