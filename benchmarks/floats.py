@@ -59,6 +59,9 @@ OURS: dict[str, tuple[OperandFormat, OperandFormat, bool]] = {
     "e2m1 x e2m1": (OperandFormat("e2m1"), OperandFormat("e2m1"), False),
     "e4m3 x e4m3, factors of 128 x 128": (TILED, TILED, False),
     "mxfp8 x mxfp4": (MX["e4m3"], MX["e2m1"], False),
+    "mxfp8 x mxfp4, folded": (MX["e4m3"], MX["e2m1"], False),
+    "mxfp8 x mxfp8, folded": (MX["e4m3"], MX["e4m3"], False),
+    "e4m3 x mxfp4, folded": (OperandFormat("e4m3"), MX["e2m1"], False),
     "nvfp4 x nvfp4": (NV, NV, False),
 }
 
@@ -140,10 +143,13 @@ def ours(
     alpha: float,
     fast: bool,
     config: ScaledGemmConfig | SmallMConfig | None = None,
+    fold: bool = False,
 ) -> Baseline:
     """The product, compared with the exact one; raises ``ArithmeticError`` where it is off."""
     out = torch.full((a.rows, b.rows), torch.nan, dtype=OUT, device="cuda")
-    call: Callable[[], Tensor] = partial(scaled_gemm, a, b, alpha=alpha, out=out, out_dtype=OUT, fast_accum=fast)
+    call: Callable[[], Tensor] = partial(
+        scaled_gemm, a, b, alpha=alpha, out=out, out_dtype=OUT, fast_accum=fast, fold_scales=fold
+    )
     if config is not None:
         call = partial(scaled_gemm_cuda, check(a, b, alpha, 0.0, None, None, out, OUT, fast), out, config)
     call()
@@ -154,7 +160,7 @@ def ours(
     if config is not None:
         name = config.name
     else:
-        plan = explain_scaled_gemm(a, b, out_dtype=OUT, fast_accum=fast)
+        plan = explain_scaled_gemm(a, b, out_dtype=OUT, fast_accum=fast, fold_scales=fold)
         name, decoded = plan.kernel, " and ".join(plan.decoded)
     kernel = f"{name}, {decoded} decoded before" if decoded else name
     return Baseline(call, error, operand_bytes(a) + operand_bytes(b), kernel)
@@ -186,7 +192,7 @@ def baselines(shape: tuple[int, int, int], every: bool) -> Iterator[tuple[str, C
             for config in tried(m, left, right):
                 yield f"{name}, {config.name}", partial(ours, a, b, truth, alpha, fast, config)
             continue
-        yield name, partial(ours, a, b, truth, alpha, fast)
+        yield name, partial(ours, a, b, truth, alpha, fast, fold=name.endswith("folded"))
         if name == "e4m3 x e4m3":
             for quick in (True, False):
                 yield f"torch fp8{', fast sums' if quick else ''}", partial(torch_fp8, a, b, truth, alpha, quick)
@@ -260,8 +266,9 @@ def configs(
     small = [OperandFormat(name) for name in FORMATS if FORMATS[name].bits < 8]
     found += [DequantizeConfig(kind, False) for kind in small]
     found += [DequantizeConfig(kind, True) for kind in (MX["e4m3"], MX["e2m1"], NV)]
-    for a, b, fast in OURS.values():
-        found += [choose_config(m, n, k, a, b, arch, fast=fast, out=out) for m, k, n in shapes]
+    for name, (a, b, fast) in OURS.items():
+        fold = name.endswith("folded")
+        found += [choose_config(m, n, k, a, b, arch, fast=fast, fold=fold, out=out) for m, k, n in shapes]
     for m, _, _ in QUICK if quick else TUNED:
         for left, right in (OURS[name][:2] for name in TUNED_PAIRS):
             found += [replace(config, out=out) for config in tried(m, left, right)]

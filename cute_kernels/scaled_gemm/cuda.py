@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from cute_kernels.gemm.cuda import row_order
@@ -15,25 +14,24 @@ from cute_kernels.gemm.epilogue import RUN, EpilogueArguments, epilogue_argument
 from cute_kernels.jit.device import current_arch, device_of, num_sms
 from cute_kernels.jit.kernel import get_kernel
 from cute_kernels.jit.tma import tensor_map
-from cute_kernels.operands import Rows, aligned, is_ready
+from cute_kernels.operands import Rows, is_ready
 from cute_kernels.scaled_gemm import sm100
 from cute_kernels.scaled_gemm.config import TILE, OperandFormat, ScaledGemmConfig, choose, lines_refusal
-from cute_kernels.scaled_gemm.dequantize import dequantize, dequantize_first, dequantized_format
+from cute_kernels.scaled_gemm.dequantize import (
+    dequantize,
+    dequantize_first,
+    dequantized_format,
+    fold_operands,
+    folded_format,
+    folds,
+    packed_rows,
+)
 from cute_kernels.scaled_gemm.operand import FloatOperand, ScaledGemmProblem
 from cute_kernels.scaled_gemm.sm100 import PackedMatrix, Tcgen05Config, check_alignment, map_parameters
 from cute_kernels.scaled_gemm.small_m import SmallMConfig, choose_small_m, launch_small_m, supports_small_m
 from cute_kernels.scaled_gemm.tcgen05 import ARCHES, MmaKind
 
 _ENABLE_TCGEN05 = "MAGICUBE_TCGEN05"
-
-
-def _aligned(packed: Tensor) -> Rows:
-    """Return packed data, (rows, bytes), with rows at multiples of 16 bytes: copied unless they are."""
-    rows, size = packed.shape
-    if not is_ready(packed):
-        copy = torch.empty((rows, aligned(size)), dtype=torch.uint8, device=packed.device)
-        packed = copy[:, :size].copy_(packed)  # (rows, bytes)
-    return Rows(packed.data_ptr(), packed.stride(0) if rows > 1 else aligned(size), packed)
 
 
 def _scale_arguments(operand: FloatOperand) -> tuple[tuple[int, int, int], Tensor | None]:
@@ -81,6 +79,7 @@ def choose_config(
     arch: str,
     *,
     fast: bool = False,
+    fold: bool = False,
     out: str = "float32",
     source: str = "none",
     num_sms: int = 132,
@@ -91,6 +90,8 @@ def choose_config(
     ----------
     m, n, k, a, b, arch, fast, out, source, num_sms
         As for :func:`cute_kernels.scaled_gemm.config.choose`.
+    fold : bool, default False
+        Whether ue8m0 block scales may become part of e4m3 values.
 
     Returns
     -------
@@ -108,6 +109,8 @@ def choose_config(
     if supports_small_m(m, a, b, arch):
         return choose_small_m(m, n, k, a, b, out=out, source=source, num_sms=num_sms)
     if arch == "sm_90a":
+        if fold and folds(a, b):
+            a, b = folded_format(a, True), folded_format(b, False)
         a, b = dequantize_first(m, n, k, a, b)
     config = choose(m, n, k, a, b, arch, fast=fast, out=out, source=source, num_sms=num_sms)
     return config.side_by_side if n % RUN == 0 else config
@@ -133,7 +136,7 @@ def select_scaled_config(problem: ScaledGemmProblem, arch: str, num_sms: int) ->
             refused = str(error)
     config = choose_config(
         m, n, k, problem.a.format, problem.b.format, arch,
-        fast=problem.fast_accum, out=out, source=source, num_sms=num_sms,
+        fast=problem.fast_accum, fold=problem.fold_scales, out=out, source=source, num_sms=num_sms,
     )  # fmt: skip
     return Selection(config, refused)
 
@@ -196,7 +199,7 @@ def _launch_tcgen05(problem: ScaledGemmProblem, config: Tcgen05Config, epilogue:
 def _launch(problem: ScaledGemmProblem, config: ScaledGemmConfig | SmallMConfig, epilogue: EpilogueArguments) -> None:
     """Launch a small-M or a tiled kernel, after the dequantization kernels that it needs."""
     m, n, k = problem.shape
-    a, b = _aligned(problem.a.packed_data), _aligned(problem.b.packed_data)
+    a, b = packed_rows(problem.a.packed_data), packed_rows(problem.b.packed_data)
     (scales_a, _owner_a), (scales_b, _owner_b) = _scale_arguments(problem.a), _scale_arguments(problem.b)
     if isinstance(config, SmallMConfig):
         launch_small_m(config, (a, scales_a), (b, scales_b), problem.shape, epilogue, problem.alpha, problem.beta)
@@ -239,9 +242,10 @@ def check_reads(problem: ScaledGemmProblem, config: ScaledGemmConfig | SmallMCon
     ValueError
         If it is for other formats, or has no scale for some columns of its tiles.
     """
-    for name, given, read in (("a", problem.a.format, config.a), ("b", problem.b.format, config.b)):
+    for name, given, read, lines in (("a", problem.a.format, config.a, True), ("b", problem.b.format, config.b, False)):
         ways = (False,) if given.block == TILE else (False, True)  # as bytes, as bfloat16 times block scales
-        if read not in (given, *(dequantized_format(given, uses_bfloat16) for uses_bfloat16 in ways)):
+        decoded = (dequantized_format(given, uses_bfloat16) for uses_bfloat16 in ways)
+        if read not in (given, folded_format(given, lines), *decoded):
             raise ValueError(f"config must read {given.name} as {name}, got {read.name}")
     n = problem.shape[1]
     if isinstance(config, ScaledGemmConfig) and not config.takes(n):
@@ -283,6 +287,8 @@ def scaled_gemm_cuda(
                 check_reads(problem, config)
             kind, source = _output_types(problem)
             chosen = replace(config, out=kind, source=source)
+        if isinstance(chosen, ScaledGemmConfig):
+            problem = fold_operands(problem, chosen.a, chosen.b)
         if isinstance(chosen, ScaledGemmConfig) and chosen.adjacent:
             chosen = chosen.side_by_side if takes_runs(out, problem.c) else replace(chosen, adjacent=0)
         epilogue = epilogue_arguments(out, problem.a.scale, problem.b.scale, problem.bias, problem.c)

@@ -214,6 +214,8 @@ class ScaledGemmProblem:
         As for :class:`cute_kernels.gemm.problem.GemmProblem`.
     fast_accum : bool
         Whether Tensor Cores accumulate all of K.
+    fold_scales : bool
+        Whether ue8m0 block scales may become part of e4m3 values.
     """
 
     a: FloatOperand
@@ -224,6 +226,7 @@ class ScaledGemmProblem:
     bias: Tensor | None
     out_dtype: torch.dtype
     fast_accum: bool
+    fold_scales: bool = False
 
     @property
     def shape(self) -> tuple[int, int, int]:

@@ -43,11 +43,11 @@ from cute_kernels.gemm.heuristics import choose as choose_gemm
 from cute_kernels.jit.compiler import Unit
 from cute_kernels.layout.column_order import ColumnOrderConfig
 from cute_kernels.ranks import scaled_sums
-from cute_kernels.scaled_gemm import sm100 as gemm_floats_sm100
+from cute_kernels.scaled_gemm import sm100
 from cute_kernels.scaled_gemm.config import OperandFormat, ScaledGemmConfig
 from cute_kernels.scaled_gemm.config import choose as choose_float_gemm
 from cute_kernels.scaled_gemm.cuda import choose_config
-from cute_kernels.scaled_gemm.dequantize import DequantizeConfig
+from cute_kernels.scaled_gemm.dequantize import DequantizeConfig, fold_config
 from cute_kernels.scaled_gemm.small_m import ReorderConfig
 from cute_kernels.scaled_gemm.tcgen05 import MMA_KINDS
 from tests.kernels.code_digest_sparse import sddmm_entries, spmm_entries
@@ -188,11 +188,10 @@ def _gemm_floats(arch: str) -> Iterator[Entry]:
             ("f8f6f4", 1024, "bfloat16", "none"),
             ("f8f6f4", 128, "float32", "bfloat16"),
         ):
-            native = gemm_floats_sm100.choose(m, 4096, kind, out, source, 132)
+            native = sm100.choose(m, 4096, kind, out, source, 132)
             yield f"gemm floats/tensor memory {kind} m={m} out={out} c={source}", native
         for rows in (128, 256):
-            shared = gemm_floats_sm100.Tcgen05Config("float16", pair_rows=rows)
-            yield f"gemm floats/tensor memory of two CTAs, {rows} rows", shared
+            yield f"gemm floats/tensor memory of two CTAs, {rows} rows", sm100.Tcgen05Config("float16", pair_rows=rows)
 
 
 def _gemm_floats_helpers(arch: str) -> Iterator[Entry]:
@@ -200,6 +199,7 @@ def _gemm_floats_helpers(arch: str) -> Iterator[Entry]:
     for kind, bits in (("nvfp4", 16), ("mxe4m3", 16), ("e2m1", 8)):
         yield f"decode/{kind} to {bits} bits", DequantizeConfig(_KINDS[kind], bits == 16)
     if arch == "sm_90a":
+        yield from ((f"fold/{x}", fold_config(_KINDS[x], x == "mxe4m3", 4096)) for x in ("mxe4m3", "mxe2m1"))
         for kind, bits, wide in (("e4m3", 4, False), ("e5m2", 8, False), ("nvfp4", 4, True)):
             key = f"small M order/{kind} for {bits} bits{' wide' if wide else ''}"
             yield key, ReorderConfig(_KINDS[kind], bits, wide)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import Any
 from unittest.mock import patch
@@ -204,6 +205,9 @@ def small_floats(recorder: Recorder, arch: str) -> None:
         groups, tiles = mc.quantize(reals(200, 512), dtype="e4m3_g128"), mc.quantize(reals(520, 512), dtype="e4m3_b128")
         named = {"a": groups.data, "b": tiles.data, "scales_a": groups.scale, "scales_b": tiles.scale}
         recorder.call("matmul e4m3_g128 x e4m3_b128", lambda: float_tensor.matmul(groups, tiles.mT), **named)
+        blocks, right = mc.quantize(reals(200, 512), dtype="mxfp8"), mc.quantize(reals(520, 512), dtype="mxfp4")
+        folded = partial(float_tensor.matmul, blocks, right.mT, fold_scales=True)
+        recorder.call("matmul mxfp8 x mxfp4, folded", folded, **named)
     column = replace(operand("e4m3", 64, 128), packed_data=helpers.random_ints((128, 64), 8, False).mT)
     _multiply_floats(recorder, "column by column", column, operand("e5m2", 40, 128))
 

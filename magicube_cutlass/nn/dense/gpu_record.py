@@ -131,7 +131,9 @@ class FloatRecord(LayerRecord):
 
     def _launch(self, x: Tensor, act_scale: Tensor | None, source: Tensor | None, out: Tensor) -> tuple[Tensor, ...]:
         rows = encoded(x, self._act, act_scale, for_torch=False).operand()
-        scaled_gemm(rows, self._weight, bias=self._float_bias, out=out, out_dtype=out.dtype)
+        scaled_gemm(
+            rows, self._weight, bias=self._float_bias, out=out, out_dtype=out.dtype, fold_scales=True
+        )  # fmt: skip
         return ()
 
 

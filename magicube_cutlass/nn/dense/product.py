@@ -297,7 +297,7 @@ class DenseProduct:
             return y
         dense = quantize_act(rows, self.act, act_scale)
         assert isinstance(dense, ScaledFloatTensor) and isinstance(self.weight, ScaledFloatTensor)
-        return matmul(dense, self.weight.mT, bias=bias, out_dtype=rows.dtype)
+        return matmul(dense, self.weight.mT, bias=bias, out_dtype=rows.dtype, fold_scales=True)
 
     def _by_blockwise(self, rows: Tensor, bias: Tensor | None) -> Tensor:
         """e4m3 rows with a scale per 128 values: few by the scaled GEMM, many by torch where it takes the weight."""

@@ -14,7 +14,8 @@ from cute_kernels.gemm.epilogue import epilogue_arguments
 from cute_kernels.jit.codegen import KernelConfig
 from cute_kernels.scaled_gemm import small_m
 from cute_kernels.scaled_gemm.config import OperandFormat
-from cute_kernels.scaled_gemm.cuda import _aligned, _scale_arguments
+from cute_kernels.scaled_gemm.cuda import _scale_arguments
+from cute_kernels.scaled_gemm.dequantize import packed_rows
 from cute_kernels.scaled_gemm.operand import FloatOperand
 from cute_kernels.scaled_gemm.small_m import ReorderConfig, SmallMConfig, candidates, launch_small_m
 from tests.kernels.few_rows.host import Launch, compile_library, has_compiler, make_map, source_of
@@ -104,7 +105,7 @@ class HostSmallM:
             patch.setattr(small_m, "get_kernel", Kernel)
             patch.setattr(small_m, "tensor_map", make_map)
             patch.setattr(small_m.workspace, "empty", lambda shape, dtype, device: torch.empty(shape, dtype=dtype))
-            operands = (_aligned(x.packed_data), scales_x), (_aligned(w.packed_data), scales_w)
+            operands = (packed_rows(x.packed_data), scales_x), (packed_rows(w.packed_data), scales_w)
             launch_small_m(config, *operands, shape, epilogue_arguments(out, None, None, None, None), 1.0, 0.0)
 
 
