@@ -36,21 +36,18 @@ def scaled_mm(calls: list[tuple[int, ...]], a: Tensor, b: Tensor, **options: Any
     return y
 
 
-@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("m", [0, 1, 16, 37])
-def test_torch_gets_the_layouts_that_it_asks_for(m: int, out_dtype: torch.dtype, monkeypatch: Any) -> None:
+def test_torch_gets_the_layouts_that_it_asks_for(m: int, monkeypatch: Any) -> None:
     calls: list[tuple[int, ...]] = []
     monkeypatch.setattr(torch, "_scaled_mm", lambda *args, **options: scaled_mm(calls, *args, **options))
     a = mc.quantize(normal(m, 1024), dtype="e4m3_g128")
     b = mc.quantize(normal(144, 1024, seed=1) * normal(144, 1).exp(), dtype="e4m3_b128")
-    for bias in (None, normal(144, seed=2)):
-        got = blockwise_gemm(a.data, a.scale, b.data, b.scale, bias, out_dtype)
-        want = a.dequantize().double() @ b.dequantize().double().t()
-        want = want if bias is None else want + bias.double()
-        assert got.dtype == out_dtype and got.shape == (m, 144)
-        limit = torch.finfo(out_dtype).eps / 2 * want.abs() + 2.0**-22 * want.abs().amax() if m else want
-        assert bool(((got.double() - want).abs() <= limit).all()), "rounded once"
-    assert calls == [(-(-m // 16) * 16, 144, 1024)] * 2 * (m > 0)
+    got = blockwise_gemm(a.data, a.scale, b.data, b.scale)
+    want = a.dequantize().double() @ b.dequantize().double().t()
+    assert got.dtype == torch.bfloat16 and got.shape == (m, 144)
+    limit = torch.finfo(torch.bfloat16).eps / 2 * want.abs() + 2.0**-22 * want.abs().amax() if m else want
+    assert bool(((got.double() - want).abs() <= limit).all()), "rounded once"
+    assert calls == [(-(-m // 16) * 16, 144, 1024)] * (m > 0)
 
 
 @pytest.mark.parametrize(

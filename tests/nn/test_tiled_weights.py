@@ -152,7 +152,7 @@ DEQUANTIZED = "torch.matmul in float32 on the dequantized weight: "
             "e4m3_g128",
             (208, 512),
             "blockwise",
-            "; 129 rows and more by torch._scaled_mm with blockwise scales",
+            "; 129 rows and more to bfloat16 without a bias by torch._scaled_mm with blockwise scales",
         ),
         ("sm_90a", "e4m3_g128", (200, 512), "blockwise", "; torch: blockwise scales need outputs in multiples of 16"),
         ("sm_90a", "e4m3_g128", (208, 300), "blockwise", "inputs in multiples of 512, got 208 and 300"),
@@ -208,14 +208,21 @@ def test_torch_multiplies_rows_with_scales_of_128(monkeypatch: pytest.MonkeyPatc
         spread = scale_b.repeat_interleave(128, 0).repeat_interleave(128, 1)[:, : b.shape[1]]
         return ((a.float() * scale_a.repeat_interleave(128, 1)) @ (b.float() * spread)).to(out_dtype)
 
-    monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
-    layer = QuantLinear.from_quantized(given(144, 1024), normal(144, seed=2))
-    product = layer.product()
-    for dtype, bound in ((torch.float32, 1e-6), (torch.bfloat16, 4e-3)):
-        x = normal(3, 50, 1024, seed=1).to(dtype)  # more than the scaled GEMM takes
-        want = product(x, None, layer.bias)
+    calls: list[tuple[int, ...]] = []
+    monkeypatch.setattr(
+        torch, "_scaled_mm", lambda a, b, **options: calls.append(a.shape) or scaled_mm(a, b, **options)
+    )
+    product = QuantLinear.from_quantized(given(144, 1024)).product()
+    for dtype, bias, bound, count in (
+        (torch.bfloat16, None, 4e-3, 1),
+        (torch.bfloat16, normal(144, seed=2), 4e-3, 0),
+        (torch.float32, None, 1e-6, 0),
+    ):
+        x = normal(3, 50, 1024, seed=1).to(dtype)  # more rows than the scaled GEMM takes
+        want = product(x, None, bias)
         monkeypatch.setattr(product, "backend", "blockwise")
-        got = product(x, None, layer.bias)
+        got = product(x, None, bias)
         assert got.dtype == dtype and got.shape == (3, 50, 144) and "torch._scaled_mm" in product.describe()
-        assert float((got - want).norm() / want.norm()) < bound
+        assert float((got - want).norm() / want.norm()) < bound and len(calls) == count, (dtype, calls)
         monkeypatch.setattr(product, "backend", "torch")
+        calls.clear()

@@ -47,15 +47,8 @@ def refusal(n: int, k: int) -> str:
     return ""
 
 
-def blockwise_gemm(
-    a: Tensor,
-    a_scale: Tensor,
-    b: Tensor,
-    b_scale: Tensor,
-    bias: Tensor | None = None,
-    out_dtype: torch.dtype = torch.bfloat16,
-) -> Tensor:
-    """Multiply rows by a weight: ``D = sum_j a_scale[:, j] b_scale[n // 128, j] (A_j B_j^T) + bias``, j of 128 k each.
+def blockwise_gemm(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> Tensor:
+    """Multiply rows by a weight: ``D = sum_j a_scale[:, j] b_scale[n // 128, j] A_j B_j^T``, j of 128 k each.
 
     The caller asks :func:`refusal` first. Ran on an H100 (sm_90a) with torch 2.11 for CUDA 13.0.
 
@@ -69,27 +62,20 @@ def blockwise_gemm(
         uint8 codes of e4m3, contiguous.
     b_scale : Tensor, shape (ceil(N / 128), K / 128)
         float32, contiguous.
-    bias : Tensor, shape (N,), optional
-        Of a float dtype.
-    out_dtype : torch.dtype, default torch.bfloat16
-        A float dtype.
 
     Returns
     -------
     Tensor, shape (M, N)
-        cuBLASLt accumulates 128 k on Tensor Cores, and these sums in float32. With a bias, or another dtype than
-        bfloat16, its result is float32, so that the sum is rounded once.
+        bfloat16. cuBLASLt accumulates 128 k on Tensor Cores, and these sums in float32.
     """
     m = a.shape[0]
     if m == 0:
-        return torch.empty((0, b.shape[0]), dtype=out_dtype, device=a.device)
+        return torch.empty((0, b.shape[0]), dtype=torch.bfloat16, device=a.device)
     rows = -(-m // _ROWS) * _ROWS
     if rows != m:  # rows of zeros, whose products are cut off
         a = torch.nn.functional.pad(a, (0, 0, 0, rows - m))
         a_scale = torch.nn.functional.pad(a_scale, (0, 0, 0, rows - m))
-    direct = torch.bfloat16 if bias is None and out_dtype == torch.bfloat16 else torch.float32
-    y = torch._scaled_mm(
+    return torch._scaled_mm(
         a.view(torch.float8_e4m3fn), b.view(torch.float8_e4m3fn).t(), scale_a=a_scale.t().contiguous().t(),
-        scale_b=b_scale.t(), out_dtype=direct,
+        scale_b=b_scale.t(), out_dtype=torch.bfloat16,
     )[:m]  # fmt: skip
-    return (y if bias is None else y + bias.float()).to(out_dtype)

@@ -37,9 +37,7 @@ _MAX_CALLS = 64  # kept per weight
 # On an H200, 4096 x 14336 and back, 512 rows of int4 tie (125 and 123 us; 100 and 112), 1,024 of all formats gain 4
 # to 22%.
 DECODED_ROWS = 768
-OWN_ROWS = (
-    128  # up to which rows of e4m3_g128 are multiplied by the scaled GEMM, not by torch (docs/lab/performance.md)
-)
+OWN_ROWS = 128  # of e4m3_g128 that the scaled GEMM multiplies, not torch (docs/lab/performance.md)
 
 
 def quantize_act(x: Tensor, act: str, act_scale: Tensor | None) -> QuantTensor | ScaledFloatTensor | None:
@@ -300,12 +298,15 @@ class DenseProduct:
         return matmul(dense, self.weight.mT, bias=bias, out_dtype=rows.dtype, fold_scales=True)
 
     def _by_blockwise(self, rows: Tensor, bias: Tensor | None) -> Tensor:
-        """e4m3 rows with a scale per 128 values: few by the scaled GEMM, many by torch where it takes the weight."""
-        if rows.shape[0] <= OWN_ROWS or self._torch_refuses:
+        """e4m3 rows with a scale per 128 values: few by the scaled GEMM, many by torch where it takes the weight.
+
+        torch adds no bias and writes bfloat16: others would take its float32 result and a pass over it.
+        """
+        if rows.shape[0] <= OWN_ROWS or self._torch_refuses or bias is not None or rows.dtype != torch.bfloat16:
             return self._by_scaled_gemm(rows, None, bias)
         dense = quantize_act(rows, self.act, None)
         assert isinstance(dense, ScaledFloatTensor) and isinstance(self.weight, ScaledFloatTensor)
-        return blockwise_gemm(dense.data, dense.scale, self.weight.data, self.weight.scale, bias, rows.dtype)
+        return blockwise_gemm(dense.data, dense.scale, self.weight.data, self.weight.scale)
 
     def _by_torch(self, rows: Tensor, act_scale: Tensor | None, bias: Tensor | None) -> Tensor:
         weight = self.dequantized()  # (M, K) float32
@@ -336,8 +337,8 @@ class DenseProduct:
         reason = extension.MISSING if takes and not extension.available() else "no kernel for this format here"
         if self.act == "e4m3_g128" and self.weight.device.type != "cpu":
             reason = "scales of 128 values need sm_90a, got " + current_arch()
-        many = f"torch: {self._torch_refuses}" if self._torch_refuses else (
-            f"{OWN_ROWS + 1} rows and more by torch._scaled_mm with blockwise scales")  # fmt: skip
+        many = f"{OWN_ROWS + 1} rows and more to bfloat16 without a bias by torch._scaled_mm with blockwise scales"
+        many = f"torch: {self._torch_refuses}" if self._torch_refuses else many
         texts = {
             "engine": f"CPU engine, {extension.isa()} path, rows quantized in the call" if on_engine else "",
             "gemm": "int8 GEMM, rows quantized before",
