@@ -15,6 +15,7 @@ from cute_kernels.few_rows.product_int8 import few_rows_int8_product
 from cute_kernels.few_rows.widen import widen_rows
 from cute_kernels.gemm.api import gemm
 from cute_kernels.jit.workspace import Kept
+from cute_kernels.operands import is_ready
 from cute_kernels.scaled_gemm.api import scaled_gemm
 from magicube_cutlass.formats.tracking import is_current, stamp
 from magicube_cutlass.nn.dense.encode import encoded, encodes
@@ -126,6 +127,10 @@ class FloatRecord(LayerRecord):
     def takes(weight: ScaledFloatTensor, act: str, x: Tensor, act_scale: Tensor | None) -> bool:
         """Return whether all that a call runs are kernels of the library, with no copy by torch."""
         if x.numel() == 0 or x.shape[1] % _ALIGNMENT or weight.shape[0] == 0 or not encodes(x, act):
+            return False
+        if act == "nvfp4" and x.shape[1] // 2 % _ALIGNMENT:  # bytes of a row
+            return False
+        if not is_ready(weight.data) or not weight.scale.is_contiguous():
             return False
         return act_scale is None or (act_scale.dtype == torch.float32 and act_scale.numel() == 1)
 
