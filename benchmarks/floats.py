@@ -161,7 +161,7 @@ def ours(
         name = config.name
     else:
         plan = explain_scaled_gemm(a, b, out_dtype=OUT, fast_accum=fast, fold_scales=fold)
-        name, decoded = plan.kernel, " and ".join(plan.decoded)
+        name, decoded = plan.kernel, " and ".join(plan.decoded + plan.folded)
     kernel = f"{name}, {decoded} decoded before" if decoded else name
     return Baseline(call, error, operand_bytes(a) + operand_bytes(b), kernel)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from cute_kernels.gemm.epilogue import apply_epilogue, run_problem
 from cute_kernels.gemm.problem import check_epilogue, check_output
 from cute_kernels.scaled_gemm.config import ScaledGemmConfig
-from cute_kernels.scaled_gemm.cuda import dequantized_operands, plan_scaled_gemm, scaled_gemm_cuda
+from cute_kernels.scaled_gemm.cuda import prepared_operands, plan_scaled_gemm, scaled_gemm_cuda
 from cute_kernels.scaled_gemm.operand import FloatOperand, ScaledGemmProblem
 from cute_kernels.scaled_gemm.sm100 import Tcgen05Config
 from cute_kernels.scaled_gemm.small_m import SmallMConfig
@@ -39,12 +39,14 @@ class ScaledGemmPlan:
         Kernel config.
     refused : str
         On sm_100a and sm_103a: why ``tcgen05.mma`` does not run; else empty.
+    folded : tuple of str
+        Operands whose block scales a kernel of its own makes part of e4m3 values first, with `fold_scales`.
 
     Examples
     --------
     >>> a = FloatOperand(torch.zeros(4, 8, dtype=torch.uint8), "e4m3", k=8)
     >>> explain_scaled_gemm(a, a)
-    ScaledGemmPlan(kernel='torch.matmul', copies=(), decoded=(), config=None, refused='')
+    ScaledGemmPlan(kernel='torch.matmul', copies=(), decoded=(), config=None, refused='', folded=())
     """
 
     kernel: str
@@ -52,6 +54,7 @@ class ScaledGemmPlan:
     decoded: tuple[str, ...] = ()
     config: ScaledGemmConfig | SmallMConfig | Tcgen05Config | None = None
     refused: str = ""
+    folded: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         parts = [self.kernel]
@@ -59,6 +62,8 @@ class ScaledGemmPlan:
             parts.append(f"{', '.join(self.copies)} copied to aligned rows first")
         if self.decoded:
             parts.append(f"{', '.join(self.decoded)} dequantized first by a kernel of its own")
+        if self.folded:
+            parts.append(f"{', '.join(self.folded)} folded into e4m3 first by a kernel of its own")
         return ", ".join([*parts, f"tcgen05 refused: {self.refused}"] if self.refused else parts)
 
 
@@ -257,7 +262,8 @@ def explain_scaled_gemm(
         return ScaledGemmPlan("torch.matmul")
     selection, copies = plan_scaled_gemm(problem)
     config = selection.config
-    return ScaledGemmPlan(config.name, copies, dequantized_operands(problem, config), config, selection.refused)
+    decoded, folded = prepared_operands(problem, config)
+    return ScaledGemmPlan(config.name, copies, decoded, config, selection.refused, folded)
 
 
 def __getattr__(name: str) -> Any:

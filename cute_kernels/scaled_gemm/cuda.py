@@ -150,14 +150,15 @@ def plan_scaled_gemm(problem: ScaledGemmProblem) -> tuple[Selection, tuple[str, 
     return selection, tuple(name for name, each in operands if not is_ready(each.packed_data))
 
 
-def dequantized_operands(
+def prepared_operands(
     problem: ScaledGemmProblem, config: ScaledGemmConfig | SmallMConfig | Tcgen05Config
-) -> tuple[str, ...]:
-    """Return the operands that a kernel of its own dequantizes before the product."""
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the operands that a kernel of its own dequantizes before the product, and those that it folds."""
     if not isinstance(config, ScaledGemmConfig):
-        return ()
-    pairs = (("a", config.a, problem.a.format), ("b", config.b, problem.b.format))
-    return tuple(name for name, wanted, given in pairs if wanted != given)
+        return (), ()
+    operands = (("a", config.a, problem.a.format, True), ("b", config.b, problem.b.format, False))
+    read = {name: wanted == folded_format(given, lines) for name, wanted, given, lines in operands if wanted != given}
+    return tuple(name for name in read if not read[name]), tuple(name for name in read if read[name])
 
 
 def _tensor_map(

@@ -7,7 +7,9 @@ import torch
 
 import magicube_cutlass as mc
 from magicube_cutlass.nn.dense import gpu_record
+from magicube_cutlass.nn.dense.encode import folds_scales
 from magicube_cutlass.nn.dense.gpu_record import FloatRecord
+from magicube_cutlass.nn.dense.product import DenseProduct
 from magicube_cutlass.quantization.float_tensor import ScaledFloatTensor
 
 
@@ -31,3 +33,24 @@ def test_rows_of_bytes_that_a_product_would_copy_are_not_recorded(
     weight = mc.quantize(torch.randn(40, inner), dtype=dtype)
     assert isinstance(weight, ScaledFloatTensor)
     assert FloatRecord.takes(weight, act, torch.randn(5, inner), None) == taken
+
+
+@pytest.mark.parametrize(
+    ("dtype", "act", "arch", "folded"),
+    [
+        ("mxfp4", "mxfp8", "sm_90a", True),
+        ("mxfp4", "e4m3", "sm_90a", True),
+        ("mxfp4", "nvfp4", "sm_90a", False),
+        ("nvfp4", "mxfp8", "sm_90a", False),
+        ("e4m3", "e4m3", "sm_90a", False),
+        ("mxfp4", "mxfp8", "sm_80", False),
+    ],
+)
+def test_what_is_folded_is_told(dtype: str, act: str, arch: str, folded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MAGICUBE_ARCH", arch)
+    weight = mc.quantize(torch.randn(40, 64), dtype=dtype)
+    assert isinstance(weight, ScaledFloatTensor)
+    assert folds_scales(weight, act) == folded
+    product = DenseProduct(weight, act)
+    monkeypatch.setattr(product, "backend", "scaled_gemm")
+    assert ("ue8m0 scales become part of e4m3 values" in product.describe()) == folded

@@ -13,7 +13,10 @@ from cute_kernels.few_rows.encode_e4m3 import (
     encode_nvfp4,
 )
 from cute_kernels.jit.device import current_arch
+from cute_kernels.scaled_gemm.config import OperandFormat
+from cute_kernels.scaled_gemm.dequantize import folds
 from magicube_cutlass.quantization.float_tensor import ScaledFloatTensor
+from magicube_cutlass.quantization.group_tensor import GroupTensor
 
 
 def encodes(x: Tensor, act: str) -> bool:
@@ -21,6 +24,14 @@ def encodes(x: Tensor, act: str) -> bool:
     if act not in ("e4m3", "e4m3_g128", "mxfp8", "nvfp4") or x.dtype not in ENCODED or x.numel() == 0:
         return False
     return x.device.type == "cuda" and current_arch() in ENCODE_ARCHES
+
+
+def folds_scales(weight: GroupTensor | ScaledFloatTensor, act: str) -> bool:
+    """Return whether a layer's product of more rows than 64 has block scales folded into e4m3 values."""
+    rows = {"e4m3": OperandFormat("e4m3"), "mxfp8": OperandFormat("e4m3", 32, "ue8m0")}.get(act)
+    if rows is None or not isinstance(weight, ScaledFloatTensor) or current_arch() != "sm_90a":
+        return False
+    return folds(rows, weight.operand().format)
 
 
 def encoded(x: Tensor, act: str, act_scale: Tensor | None, for_torch: bool = True) -> ScaledFloatTensor:

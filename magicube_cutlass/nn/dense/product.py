@@ -22,7 +22,7 @@ from magicube_cutlass.autograd.gpu_rows import key_of
 from magicube_cutlass.autograd.integer import quantized
 from magicube_cutlass.dispatch.cpu_linear import kind_of
 from magicube_cutlass.nn.dense.blockwise import blockwise_gemm, refusal
-from magicube_cutlass.nn.dense.encode import encoded, encodes
+from magicube_cutlass.nn.dense.encode import encoded, encodes, folds_scales
 from magicube_cutlass.quantization.float_tensor import ScaledFloatTensor, matmul, quantize_floats
 from magicube_cutlass.quantization.group_tensor import GroupTensor
 from magicube_cutlass.quantization.quant_tensor import QuantTensor
@@ -353,6 +353,8 @@ class DenseProduct:
             text += f"; it is kept, {4 * self.shape[0] * self.shape[1]:,} bytes more"
         if self.backend == "few_rows_int8" and torch.float32 not in self._int8_dtypes():
             text += "; float32 by torch"
+        if self.backend == "scaled_gemm" and folds_scales(self.weight, self.act):
+            text += "; of more than 64 rows, ue8m0 scales become part of e4m3 values"
         return text + (f"; {decoded} rows and more by torch on weights decoded before" if decoded else "")
 
 
