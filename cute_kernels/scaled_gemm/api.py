@@ -12,7 +12,7 @@ from torch import Tensor
 from cute_kernels.gemm.epilogue import apply_epilogue, run_problem
 from cute_kernels.gemm.problem import check_epilogue, check_output
 from cute_kernels.scaled_gemm.config import ScaledGemmConfig
-from cute_kernels.scaled_gemm.cuda import prepared_operands, plan_scaled_gemm, scaled_gemm_cuda
+from cute_kernels.scaled_gemm.cuda import plan_scaled_gemm, prepared_operands, scaled_gemm_cuda
 from cute_kernels.scaled_gemm.operand import FloatOperand, ScaledGemmProblem
 from cute_kernels.scaled_gemm.sm100 import Tcgen05Config
 from cute_kernels.scaled_gemm.small_m import SmallMConfig
