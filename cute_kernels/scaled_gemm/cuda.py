@@ -28,7 +28,7 @@ from cute_kernels.scaled_gemm.dequantize import (
 )
 from cute_kernels.scaled_gemm.operand import FloatOperand, ScaledGemmProblem
 from cute_kernels.scaled_gemm.sm100 import PackedMatrix, Tcgen05Config, check_alignment, map_parameters
-from cute_kernels.scaled_gemm.small_m import SmallMConfig, choose_small_m, launch_small_m, supports_small_m
+from cute_kernels.scaled_gemm.small_m import ROWS, SmallMConfig, choose_small_m, launch_small_m, supports_small_m
 from cute_kernels.scaled_gemm.tcgen05 import ARCHES, MmaKind
 
 _ENABLE_TCGEN05 = "MAGICUBE_TCGEN05"
@@ -109,7 +109,7 @@ def choose_config(
     if supports_small_m(m, a, b, arch):
         return choose_small_m(m, n, k, a, b, out=out, source=source, num_sms=num_sms)
     if arch == "sm_90a":
-        if fold and folds(a, b):
+        if fold and m > ROWS[-1] and folds(a, b):
             a, b = folded_format(a, True), folded_format(b, False)
         a, b = dequantize_first(m, n, k, a, b)
     config = choose(m, n, k, a, b, arch, fast=fast, out=out, source=source, num_sms=num_sms)

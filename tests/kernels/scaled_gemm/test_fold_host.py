@@ -226,6 +226,7 @@ E4M3, TILED = OperandFormat("e4m3"), OperandFormat("e4m3", tiles=True)
         (MX8, MX4, (OperandFormat("e4m3", 128, "float32"), E4M3)),
         (E4M3, MX8, (E4M3, E4M3)),
         (MX4, TILED, (OperandFormat("e4m3", 128, "float32"), TILED)),
+        (MX8, FORMATS[1], (OperandFormat("e4m3", 128, "float32"), E4M3)),
         (MX8, NV, None),
         (OperandFormat("e5m2", 32, "ue8m0"), MX4, None),
         (E4M3, E4M3, None),
@@ -237,7 +238,7 @@ def test_what_folds_is_multiplied_as_bytes_where_that_is_asked_for(
     def chosen(m: int, arch: str = "sm_90a", fold: bool = True) -> Any:
         return choose_config(m, 512, 1024, a, b, arch, fold=fold)
 
-    assert chosen(512, "sm_80") == chosen(512, "sm_80", fold=False)
+    assert chosen(512, "sm_80") == chosen(512, "sm_80", fold=False) and chosen(64) == chosen(64, fold=False)
     found = chosen(512)
     if read is None:
         assert found == chosen(512, fold=False)
