@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 import magicube_cutlass as mc
 from magicube_cutlass.nn.dense import gpu_record
 from magicube_cutlass.nn.dense.encode import folds_scales
-from magicube_cutlass.nn.dense.gpu_record import FloatRecord
+from magicube_cutlass.nn.dense.gpu_record import FloatRecord, GemmRecord
 from magicube_cutlass.nn.dense.product import DenseProduct
 from magicube_cutlass.quantization.float_tensor import ScaledFloatTensor
+from magicube_cutlass.quantization.group_tensor import quantize_groups
 
 
 @pytest.mark.parametrize(
@@ -33,6 +36,17 @@ def test_rows_of_bytes_that_a_product_would_copy_are_not_recorded(
     weight = mc.quantize(torch.randn(40, inner), dtype=dtype)
     assert isinstance(weight, ScaledFloatTensor)
     assert FloatRecord.takes(weight, act, torch.randn(5, inner), None) == taken
+
+
+def test_rows_of_integers_that_a_product_would_copy_are_not_recorded() -> None:
+    weight = quantize_groups(torch.randn(40, 64), 8)
+    for at, taken in ((0, True), (1, False)):
+        rows = torch.zeros(5 * 64 + 1, dtype=torch.int8)[at : at + 5 * 64].view(5, 64)
+        assert GemmRecord.takes(weight, rows, torch.ones(())) == taken
+        record = GemmRecord(weight, None, rows, torch.float32, None, None, False)
+        record._replays = SimpleNamespace(run=lambda *_: None)  # type: ignore[assignment]
+        assert (record(rows, torch.ones(()), None) is not None) == taken
+    assert GemmRecord.takes(weight, torch.zeros(5 * 64 + 1)[1:].view(5, 64), None), "floats are read at any address"
 
 
 @pytest.mark.parametrize(

@@ -72,6 +72,11 @@ class LayerRecord:
         raise NotImplementedError
 
 
+def _is_copied(x: Tensor) -> bool:
+    """Whether the product copies rows of integers, by their address."""
+    return not x.is_floating_point() and x.data_ptr() % _ALIGNMENT != 0
+
+
 def _quantized(x: Tensor, act_scale: Tensor | None) -> tuple[Tensor, Tensor]:
     """Rows as int8 and their scales, (N,) or ()."""
     given, axis = (None, 1) if act_scale is None else (act_scale.reshape(()), None)
@@ -96,10 +101,18 @@ class GemmRecord(LayerRecord):
         self._activation, self._out_scale, self._glu = activation, out_scale, glu
         self._right, self._scale = weight.data.t(), weight.scale.reshape(-1)  # (K, M), (M,)
 
+    def __call__(
+        self, x: Tensor, act_scale: Tensor | None, bias: Tensor | None, source: Tensor | None = None
+    ) -> Tensor | None:
+        """Return the product (N, M), or None if the bias is another one or was written to, or rows are misaligned."""
+        return None if _is_copied(x) else super().__call__(x, act_scale, bias, source)
+
     @staticmethod
     def takes(weight: GroupTensor, x: Tensor, act_scale: Tensor | None) -> bool:
         """Return whether all that a call runs are kernels of the library, with no copy by torch."""
         if x.numel() == 0 or x.dtype == torch.float64 or x.shape[1] % _ALIGNMENT or weight.shape[0] == 0:
+            return False
+        if _is_copied(x):
             return False
         if weight.scale.dtype != torch.float32 or not weight.scale.is_contiguous() or not weight.data.is_contiguous():
             return False
