@@ -6,7 +6,7 @@ import ctypes
 import re
 import shutil
 import subprocess
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,24 @@ extern "C" void decode_{name}(const uint8_t* unit, uint32_t (*pieces)[2][4][4], 
   }}
 }}
 """
+# The conversion to e4m3, which g++ does not have; the first code is in the upper byte, as the instruction has it.
+E4M3 = """
+#include <algorithm>
+#include <cmath>
+namespace host {
+// cvt.rn.satfinite.e4m3.f32: nearest, ties to even, at most 448; NaN is 0x7F.
+inline uint8_t e4m3(float x) {
+  if (std::isnan(x)) return 0x7F;
+  const uint8_t sign = std::signbit(x) ? 0x80 : 0;
+  const double size = std::min(448.0, std::fabs(double(x)));
+  const int exponent = std::max(-6, size > 0 ? std::ilogb(size) : -6);
+  const double steps = std::nearbyint(std::ldexp(size, 3 - exponent));  // of 2^(exponent - 3)
+  return sign | uint8_t((exponent + 6) * 8 + int(steps));
+}
+}
+"""
+_CVT = r'asm\("cvt\.rn\.satfinite\.e4m3x2\.f32 %0, %2, %1;" : "=h"\(codes\) : "f"\((low)\), "f"\((high)\)\);'
+_CVT_HOST = r"codes = uint16_t(host::e4m3(\2) << 8 | host::e4m3(\1));"
 ACTS = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -104,6 +122,31 @@ def compile_library(folder: Path, source: str, edit: Edit | None = None) -> ctyp
     files = [str(folder / "kernels.cpp"), "-o", str(folder / "kernels.so")]
     subprocess.run(["g++", *flags, "-fno-gnu-unique", f"-I{folder}", *files], check=True)
     return ctypes.CDLL(str(folder / "kernels.so"))
+
+
+def with_host_conversion(text: str) -> str:
+    """Return a header's text with the conversion to e4m3 as g++ takes it; :data:`E4M3` goes before."""
+    text, count = re.subn(_CVT, _CVT_HOST, text)
+    assert count == 1, "the conversion"
+    return text
+
+
+def launcher(library: ctypes.CDLL, names: Mapping[Any, str]) -> type:
+    """Return what stands for ``get_kernel``: kernels of 128 to 1,024 threads a CTA that call ``run_{name}``."""
+
+    class Kernel:
+        def __init__(self, config: Any) -> None:
+            self.config = config
+
+        def launch(self, grid: tuple[int, ...], args: tuple[Any, ...]) -> None:
+            run = getattr(library, f"run_{names[self.config]}")
+            run.restype = ctypes.c_char_p
+            launch = Launch(*grid[:2], 1, self.config.threads, 0, 1, 0, 0)
+            wrong = run(ctypes.byref(launch), (ctypes.c_int64 * len(args))(*args))
+            if wrong:
+                raise RuntimeError(wrong.decode())
+
+    return Kernel
 
 
 def source_of(config: KernelConfig, name: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import re
 from collections.abc import Iterable
 from contextlib import nullcontext
@@ -17,7 +16,16 @@ from cute_kernels.few_rows import encode_e4m3
 from cute_kernels.few_rows.encode_e4m3 import ENCODED, EncodeConfig, encode_config
 from magicube_cutlass.nn.dense.encode import encoded
 from magicube_cutlass.quantization.float_tensor import quantize_floats
-from tests.kernels.few_rows.host import KERNELS, Edit, Launch, compile_library, has_compiler, source_of
+from tests.kernels.few_rows.host import (
+    E4M3,
+    KERNELS,
+    Edit,
+    compile_library,
+    has_compiler,
+    launcher,
+    source_of,
+    with_host_conversion,
+)
 
 pytestmark = pytest.mark.skipif(not has_compiler(), reason="no g++")
 ENTRIES = {
@@ -75,31 +83,15 @@ struct bfloat16 : HalfSource {
   using HalfSource::HalfSource;
   operator float() const { return __uint_as_float(uint32_t{bits} << 16); }
 };
-// cvt.rn.satfinite.e4m3.f32: nearest, ties to even, at most 448; NaN is 0x7F.
-inline uint8_t e4m3(float x) {
-  if (std::isnan(x)) return 0x7F;
-  const uint8_t sign = std::signbit(x) ? 0x80 : 0;
-  const double size = std::min(448.0, std::fabs(double(x)));
-  const int exponent = std::max(-6, size > 0 ? std::ilogb(size) : -6);
-  const double steps = std::nearbyint(std::ldexp(size, 3 - exponent));  // of 2^(exponent - 3)
-  return sign | uint8_t((exponent + 6) * 8 + int(steps));
-}
 }
 """
-# uint16_t code of two values; the first in the upper byte, as the instruction has it
-_CVT = (
-    r'asm\("cvt\.rn\.satfinite\.e4m3x2\.f32 %0, %2, %1;" : "=h"\(codes\) : "f"\((low)\), '
-    r'"f"\((high)\)\);'
-)
-_CVT_HOST = r"codes = uint16_t(host::e4m3(\2) << 8 | host::e4m3(\1));"
 
 
 def kernel_source(edit: Edit | None = None) -> str:
     """The header's text, as g++ takes it."""
     text = (KERNELS / "few_rows/encode_e4m3.cuh").read_text()
     text = edit("few_rows/encode_e4m3.cuh", text) if edit else text
-    text, count = re.subn(_CVT, _CVT_HOST, text)
-    assert count == 1, "the conversion"
+    text = with_host_conversion(text)
     for old, new in (("__shared__ uint32_t", "static uint32_t"), ("#pragma once", "")):
         assert old in text, old
         text = text.replace(old, new)
@@ -111,7 +103,7 @@ class HostEncode:
 
     def __init__(self, folder: Path, configs: Iterable[EncodeConfig], edit: Edit | None = None) -> None:
         self._names = {config: f"Config{i}" for i, config in enumerate(configs)}
-        source = _DEVICE + kernel_source(edit)
+        source = E4M3 + _DEVICE + kernel_source(edit)
         for config, name in self._names.items():
             text = source_of(config, name).replace('#include "few_rows/encode_e4m3.cuh"', "")
             types = {"float16": "host::float16", "bfloat16": "host::bfloat16", "float32": "float"}
@@ -123,21 +115,7 @@ class HostEncode:
 
     def encoded(self, x: Tensor, act: str, monkeypatch: pytest.MonkeyPatch, scale: Tensor | None = None) -> Any:
         """As ``encoded``, launched here; raises what the emulation found."""
-        library, names = self._library, self._names
-
-        class Kernel:
-            def __init__(self, config: EncodeConfig) -> None:
-                self.config = config
-
-            def launch(self, grid: tuple[int, ...], args: tuple[Any, ...]) -> None:
-                run = getattr(library, f"run_{names[self.config]}")
-                run.restype = ctypes.c_char_p
-                launch = Launch(*grid[:2], 1, self.config.threads, 0, 1, 0, 0)
-                wrong = run(ctypes.byref(launch), (ctypes.c_int64 * len(args))(*args))
-                if wrong:
-                    raise RuntimeError(wrong.decode())
-
-        monkeypatch.setattr(encode_e4m3, "get_kernel", Kernel)
+        monkeypatch.setattr(encode_e4m3, "get_kernel", launcher(self._library, self._names))
         monkeypatch.setattr(encode_e4m3, "device_of", nullcontext)
         return encoded(x, act, scale)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,16 @@ from cute_kernels.scaled_gemm.config import OperandFormat
 from cute_kernels.scaled_gemm.cuda import choose_config
 from cute_kernels.scaled_gemm.dequantize import FoldConfig, fold, fold_config, folded_format
 from cute_kernels.scaled_gemm.operand import FloatOperand
-from tests.kernels.few_rows.host import KERNELS, Edit, Launch, compile_library, has_compiler, source_of
+from tests.kernels.few_rows.host import (
+    E4M3,
+    KERNELS,
+    Edit,
+    compile_library,
+    has_compiler,
+    launcher,
+    source_of,
+    with_host_conversion,
+)
 
 pytestmark = pytest.mark.skipif(not has_compiler(), reason="no g++")
 HEADER = "scaled_gemm/dequantize.cuh"
@@ -35,8 +42,6 @@ extern "C" const char* run_{name}(const host::Launch* launch, const int64_t* a) 
 """
 # What g++ does not have.
 _DEVICE = """
-#include <algorithm>
-#include <cmath>
 #include "scaled_gemm/common.cuh"
 inline uint32_t __vimax3_u16x2(uint32_t a, uint32_t b, uint32_t c) {
   const auto most = [](uint32_t x, uint32_t y, uint32_t z) { return std::max({x, y, z}); };
@@ -47,19 +52,7 @@ inline int __reduce_max_sync(unsigned lanes, int x) {
   for (int step = 1; step < 32; step *= 2) x = std::max(x, int(__shfl_xor_sync(lanes, x, step)));
   return x;
 }
-namespace host {
-// cvt.rn.satfinite.e4m3.f32: nearest, ties to even, at most 448; NaN is 0x7F.
-inline uint8_t e4m3(float x) {
-  if (std::isnan(x)) return 0x7F;
-  const uint8_t sign = std::signbit(x) ? 0x80 : 0;
-  const double size = std::min(448.0, std::fabs(double(x)));
-  const int exponent = std::max(-6, size > 0 ? std::ilogb(size) : -6);
-  const double steps = std::nearbyint(std::ldexp(size, 3 - exponent));  // of 2^(exponent - 3)
-  return sign | uint8_t((exponent + 6) * 8 + int(steps));
-}
-}
 """
-_CVT = r'asm\("cvt\.rn\.satfinite\.e4m3x2\.f32 %0, %2, %1;" : "=h"\(codes\) : "f"\((low)\), "f"\((high)\)\);'
 
 
 def configs_of(lines: bool) -> set[FoldConfig]:
@@ -72,9 +65,9 @@ class HostFold:
     def __init__(self, folder: Path, configs: Iterable[FoldConfig], edit: Edit | None = None) -> None:
         text = (KERNELS / HEADER).read_text()
         text = edit(HEADER, text) if edit else text
-        text, count = re.subn(_CVT, r"codes = uint16_t(host::e4m3(\2) << 8 | host::e4m3(\1));", text)
-        assert count == 1 and "__shared__ int" in text
-        source = _DEVICE + text.replace("__shared__ int", "static int").replace("#pragma once", "")
+        text = with_host_conversion(text)
+        assert "__shared__ int" in text
+        source = E4M3 + _DEVICE + text.replace("__shared__ int", "static int").replace("#pragma once", "")
         self._names = {config: f"Config{i}" for i, config in enumerate(configs)}
         for config, name in self._names.items():
             source += source_of(config, name).replace(f'#include "{HEADER}"', "") + _RUN.format(name=name)
@@ -82,21 +75,7 @@ class HostFold:
 
     def fold(self, operand: FloatOperand, lines: bool, monkeypatch: pytest.MonkeyPatch) -> FloatOperand:
         """As :func:`fold`, launched here; raises what the emulation found."""
-        library, names = self._library, self._names
-
-        class Kernel:
-            def __init__(self, config: FoldConfig) -> None:
-                self.config = config
-
-            def launch(self, grid: tuple[int, ...], args: tuple[Any, ...]) -> None:
-                run = getattr(library, f"run_{names[self.config]}")
-                run.restype = ctypes.c_char_p
-                launch = Launch(*grid[:2], 1, self.config.threads, 0, 1, 0, 0)
-                wrong = run(ctypes.byref(launch), (ctypes.c_int64 * len(args))(*args))
-                if wrong:
-                    raise RuntimeError(wrong.decode())
-
-        monkeypatch.setattr(dequantize, "get_kernel", Kernel)
+        monkeypatch.setattr(dequantize, "get_kernel", launcher(self._library, self._names))
         return fold(operand, lines)
 
 
@@ -217,19 +196,19 @@ def test_a_wrong_step_is_seen(breach: tuple[bool, str, str], tmp_path: Path, mon
 
 
 MX8, MX4, NV = FORMATS[0], FORMATS[3], OperandFormat("e2m1", 16, "e4m3")
-E4M3, TILED = OperandFormat("e4m3"), OperandFormat("e4m3", tiles=True)
+E4M3_ROWS, TILED = OperandFormat("e4m3"), OperandFormat("e4m3", tiles=True)
 
 
 @pytest.mark.parametrize(
     ("a", "b", "read"),
     [
-        (MX8, MX4, (OperandFormat("e4m3", 128, "float32"), E4M3)),
-        (E4M3, MX8, (E4M3, E4M3)),
+        (MX8, MX4, (OperandFormat("e4m3", 128, "float32"), E4M3_ROWS)),
+        (E4M3_ROWS, MX8, (E4M3_ROWS, E4M3_ROWS)),
         (MX4, TILED, (OperandFormat("e4m3", 128, "float32"), TILED)),
-        (MX8, FORMATS[1], (OperandFormat("e4m3", 128, "float32"), E4M3)),
+        (MX8, FORMATS[1], (OperandFormat("e4m3", 128, "float32"), E4M3_ROWS)),
         (MX8, NV, None),
         (OperandFormat("e5m2", 32, "ue8m0"), MX4, None),
-        (E4M3, E4M3, None),
+        (E4M3_ROWS, E4M3_ROWS, None),
     ],
 )
 def test_what_folds_is_multiplied_as_bytes_where_that_is_asked_for(
