@@ -27,8 +27,8 @@ from cute_kernels.scaled_gemm.api import FloatOperand, check, explain_scaled_gem
 from cute_kernels.scaled_gemm.config import OperandFormat, ScaledGemmConfig, candidates
 from cute_kernels.scaled_gemm.cuda import choose_config, scaled_gemm_cuda
 from cute_kernels.scaled_gemm.dequantize import DequantizeConfig, dequantized_format
-from cute_kernels.scaled_gemm.small_m import ROWS, ReorderConfig, SmallMConfig, supports_small_m
-from cute_kernels.scaled_gemm.small_m import candidates as small_m_candidates
+from cute_kernels.scaled_gemm.small_m.config import ROWS, ReorderConfig, SmallMConfig, supports_small_m
+from cute_kernels.scaled_gemm.small_m.config import candidates as small_m_candidates
 
 RESULTS = Path(__file__).resolve().parent / "results"
 OUT = torch.float16
@@ -263,6 +263,7 @@ def configs(
         ReorderConfig(OperandFormat(a), bits) for a in FORMATS for bits in (4, 8)
     ]
     found += [ReorderConfig(MX["e4m3"], 4, True), ReorderConfig(NV, 4, True)]
+    found += [ReorderConfig(kind, bits, False, True) for kind in (OperandFormat("e4m3"), MX["e4m3"]) for bits in (4, 8)]
     small = [OperandFormat(name) for name in FORMATS if FORMATS[name].bits < 8]
     found += [DequantizeConfig(kind, False) for kind in small]
     found += [DequantizeConfig(kind, True) for kind in (MX["e4m3"], MX["e2m1"], NV)]

@@ -12,7 +12,7 @@
 #include <cute/arch/mma_sm80.hpp>
 
 #include "few_rows/formats.cuh"
-#include "scaled_gemm/small_m.cuh"
+#include "scaled_gemm/small_m/kernel.cuh"
 
 namespace magicube::few {
 

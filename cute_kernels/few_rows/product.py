@@ -13,7 +13,7 @@ from cute_kernels.few_rows.formats import FORMATS, PackedWeight, WeightFormat
 from cute_kernels.jit.codegen import OUT_TYPES
 from cute_kernels.jit.kernel import get_kernel
 from cute_kernels.jit.tma import tensor_map
-from cute_kernels.scaled_gemm.small_m import StagedConfig
+from cute_kernels.scaled_gemm.small_m.config import StagedConfig
 
 ROWS = (8, 16, 32, 64)  # rows of X that a kernel is compiled for
 CODE_TYPES = {"int4": "few::INT4", "e2m1": "few::E2M1Placed", "int8": "few::INT8", "e4m3": "few::E4M3Bytes",

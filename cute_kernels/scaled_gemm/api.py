@@ -15,7 +15,7 @@ from cute_kernels.scaled_gemm.config import ScaledGemmConfig
 from cute_kernels.scaled_gemm.cuda import plan_scaled_gemm, prepared_operands, scaled_gemm_cuda
 from cute_kernels.scaled_gemm.operand import FloatOperand, ScaledGemmProblem
 from cute_kernels.scaled_gemm.sm100 import Tcgen05Config
-from cute_kernels.scaled_gemm.small_m import SmallMConfig
+from cute_kernels.scaled_gemm.small_m.config import SmallMConfig
 from cute_kernels.watch import watched
 
 __all__ = ["ScaledGemmPlan", "check", "explain_scaled_gemm", "scaled_gemm"]
@@ -180,6 +180,8 @@ def scaled_gemm(
       multiply the sums of 128 elements of K in float32.
     - These block scales, or another architecture: values times scales are bfloat16, exact for magnitudes within
       2^-126..2^128; accumulators are float32.
+    - ue8m0 scales of 32 values on sm_90a, up to 32 rows of `a`, or 64 if it has no block scales, and K a multiple of
+      512: products of e4m3 or e5m2 as above, but the scales multiply the sums of their 32 elements of K in float32.
     - With `fold_scales` these block scales on sm_90a, if all are ue8m0, of values that are not e5m2, and M is above 64:
       `a` becomes e4m3 with float32 scales of 128 values, `b` with scales of rows, and bytes are multiplied as above.
       Values are rounded by at most 2^-17 of the largest magnitude that has the same scale then; those of e2m1 are

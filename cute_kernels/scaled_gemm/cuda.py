@@ -28,7 +28,14 @@ from cute_kernels.scaled_gemm.dequantize import (
 )
 from cute_kernels.scaled_gemm.operand import FloatOperand, ScaledGemmProblem
 from cute_kernels.scaled_gemm.sm100 import PackedMatrix, Tcgen05Config, check_alignment, map_parameters
-from cute_kernels.scaled_gemm.small_m import ROWS, SmallMConfig, choose_small_m, launch_small_m, supports_small_m
+from cute_kernels.scaled_gemm.small_m.config import (
+    ROWS,
+    SCALES_K,
+    SmallMConfig,
+    choose_small_m,
+    supports_small_m,
+)
+from cute_kernels.scaled_gemm.small_m.launch import launch_small_m
 from cute_kernels.scaled_gemm.tcgen05 import ARCHES, MmaKind
 
 _ENABLE_TCGEN05 = "MAGICUBE_TCGEN05"
@@ -40,6 +47,8 @@ def _scale_arguments(operand: FloatOperand) -> tuple[tuple[int, int, int], Tenso
     if found is None:
         return (0, 0, 0), None
     found = found.contiguous()
+    if found.data_ptr() % 16:  # TMA may read them
+        found = found.clone()
     return (found.data_ptr(), found.shape[1], found.shape[1]), found
 
 
@@ -251,6 +260,9 @@ def check_reads(problem: ScaledGemmProblem, config: ScaledGemmConfig | SmallMCon
     n = problem.shape[1]
     if isinstance(config, ScaledGemmConfig) and not config.takes(n):
         raise ValueError(f"config must have tile_n {TILE} for tile scales of b of {n} rows, got {config.tile_n}")
+    k = problem.shape[2]
+    if isinstance(config, SmallMConfig) and config.block_sums and k % SCALES_K:
+        raise ValueError(f"config must have no block_sums unless {SCALES_K} divides K, got K = {k}")
 
 
 def scaled_gemm_cuda(

@@ -27,7 +27,7 @@ from cute_kernels.gemm.heuristics import candidates as gemm_candidates
 from cute_kernels.machine import ProblemTypes
 from cute_kernels.scaled_gemm.config import OperandFormat, ScaledGemmConfig, candidates
 from cute_kernels.scaled_gemm.dequantize import dequantized_format
-from cute_kernels.scaled_gemm.small_m import candidates as small_m_candidates
+from cute_kernels.scaled_gemm.small_m.config import candidates as small_m_candidates
 from cute_kernels.sddmm.panel import SddmmPanelConfig
 from cute_kernels.spmm.heuristics import SpmmKernel
 from magicube_cutlass.nn.dense.encode import encoded

@@ -48,7 +48,7 @@ from cute_kernels.scaled_gemm.config import OperandFormat, ScaledGemmConfig
 from cute_kernels.scaled_gemm.config import choose as choose_float_gemm
 from cute_kernels.scaled_gemm.cuda import choose_config
 from cute_kernels.scaled_gemm.dequantize import DequantizeConfig, fold_config
-from cute_kernels.scaled_gemm.small_m import ReorderConfig
+from cute_kernels.scaled_gemm.small_m.config import ReorderConfig
 from cute_kernels.scaled_gemm.tcgen05 import MMA_KINDS
 from tests.kernels.code_digest_sparse import sddmm_entries, spmm_entries
 
@@ -168,7 +168,7 @@ def _gemm_floats(arch: str) -> Iterator[Entry]:
         ("e4m3", "e2m1", 16, "float16", "none", False),
         ("e5m2", "e2m1", 64, "float16", "float16", False),
         ("mxe4m3", "nvfp4", 16, "bfloat16", "none", False),
-        ("mxe4m3", "mxe2m1", 64, "float32", "none", False),
+        *((x, "mxe2m1", m, "float32", "none", False) for x, m in (("mxe4m3", 64), ("mxe4m3", 16), ("e4m3", 16))),
     ):
         if arch != "sm_90a" and (fast or m <= 64 or a == "e4m3 rows of 128"):
             continue  # one kernel for every size, none for scales of 128
@@ -180,8 +180,8 @@ def _gemm_floats(arch: str) -> Iterator[Entry]:
     if arch == "sm_90a":
         narrow = choose_float_gemm(64, 512, 16384, _KINDS["bf16"], _KINDS["bf16"], arch)
         yield "gemm floats/bf16 x bf16 m=64 n=512 k=16384 out=float32 c=none", narrow
-        portable = ScaledGemmConfig("mma", _KINDS["mxe4m3"], _KINDS["nvfp4"], "float16", promote=False)
-        yield "gemm floats/mxe4m3 x nvfp4 warps", portable
+        pair = _KINDS["mxe4m3"], _KINDS["nvfp4"]
+        yield "gemm floats/mxe4m3 x nvfp4 warps", ScaledGemmConfig("mma", *pair, "float16", promote=False)
     if arch == "sm_100a":
         for kind, m, out, source in (
             *((kind, 4096, "float16", "none") for kind in MMA_KINDS),
@@ -200,9 +200,9 @@ def _gemm_floats_helpers(arch: str) -> Iterator[Entry]:
         yield f"decode/{kind} to {bits} bits", DequantizeConfig(_KINDS[kind], bits == 16)
     if arch == "sm_90a":
         yield from ((f"fold/{x}", fold_config(_KINDS[x], x == "mxe4m3", 4096)) for x in ("mxe4m3", "mxe2m1"))
-        for kind, bits, wide in (("e4m3", 4, False), ("e5m2", 8, False), ("nvfp4", 4, True)):
-            key = f"small M order/{kind} for {bits} bits{' wide' if wide else ''}"
-            yield key, ReorderConfig(_KINDS[kind], bits, wide)
+        for kind, bits, how in (("e4m3", 4, ""), ("e5m2", 8, ""), ("nvfp4", 4, " wide"), ("mxe4m3", 8, " in blocks")):
+            key = f"small M order/{kind} for {bits} bits{how}"
+            yield key, ReorderConfig(_KINDS[kind], bits, how == " wide", how == " in blocks")
     if arch in _TMA_ARCHES:
         yield "tensor memory/box of 128x128 bytes", BoxProbeConfig(128 * 128)
 

@@ -24,8 +24,8 @@ from cute_kernels.gemm import heuristics as gemm_heuristics
 from cute_kernels.scaled_gemm import api as gemm_floats
 from cute_kernels.scaled_gemm import config as gemm_floats_config
 from cute_kernels.scaled_gemm import cuda as gemm_floats_cuda
-from cute_kernels.scaled_gemm import small_m as gemm_floats_few
 from cute_kernels.scaled_gemm.sm100 import Tcgen05Config
+from cute_kernels.scaled_gemm.small_m.config import candidates as small_m_candidates
 from magicube_cutlass.nn.dense.few_rows import pack_few_rows
 from magicube_cutlass.nn.dense.product import DenseProduct
 from magicube_cutlass.quantization import float_tensor
@@ -221,8 +221,11 @@ def floats_by_config(recorder: Recorder, arch: str) -> None:
         _with(recorder, config, a, b, out)
     if arch == "sm_90a":
         for rows in (8, 16, 32):
-            for small in gemm_floats_few.candidates(rows, few.format, b.format):
+            for small in small_m_candidates(rows, few.format, b.format):
                 _with(recorder, small, replace(few, packed_data=few.packed_data[:rows]), b, few_out[:rows])
+        for kind in ("", "mxfp8"):
+            x, y = operand("e4m3", 16, 512, kind), operand("e2m1", 384, 512, "mxfp4")
+            _multiply_floats(recorder, f"few rows of {kind or 'e4m3'} x mxfp4", x, y, out=few_out[:16])
 
 
 def _with(recorder: Recorder, config: Any, a: Any, b: Any, out: Tensor) -> None:

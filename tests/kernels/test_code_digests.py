@@ -37,6 +37,7 @@ ONLY_ON = {
     "gemm_wgmma": {"sm_90a"},
     "gemm_floats_wgmma": {"sm_90a"},
     "gemm_floats_few": {"sm_90a"},
+    "gemm_floats_few_blocks": {"sm_90a"},
     "fold_floats": {"sm_90a"},
     "order_few_rows": {"sm_90a"},
     "few_rows_product": {"sm_90a"},

@@ -143,7 +143,7 @@ class FloatRecord(LayerRecord):
             return False
         if act == "nvfp4" and x.shape[1] // 2 % _ALIGNMENT:  # bytes of a row
             return False
-        if not is_ready(weight.data) or not weight.scale.is_contiguous():
+        if not is_ready(weight.data) or not weight.scale.is_contiguous() or weight.scale.data_ptr() % _ALIGNMENT:
             return False
         return act_scale is None or (act_scale.dtype == torch.float32 and act_scale.numel() == 1)
 

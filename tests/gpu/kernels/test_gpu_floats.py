@@ -16,7 +16,7 @@ from cute_kernels.scaled_gemm.api import FloatOperand, check, explain_scaled_gem
 from cute_kernels.scaled_gemm.config import OperandFormat, ScaledGemmConfig, candidates
 from cute_kernels.scaled_gemm.cuda import scaled_gemm_cuda
 from cute_kernels.scaled_gemm.dequantize import DequantizeConfig, dequantized_format
-from cute_kernels.scaled_gemm.small_m import SmallMConfig
+from cute_kernels.scaled_gemm.small_m.config import SmallMConfig
 from tests.gpu.problems import needs_warp_groups
 
 pytestmark = pytest.mark.gpu

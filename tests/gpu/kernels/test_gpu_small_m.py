@@ -11,7 +11,7 @@ from cute_kernels.floats import FORMATS
 from cute_kernels.jit import get_kernel
 from cute_kernels.scaled_gemm.api import explain_scaled_gemm, scaled_gemm
 from cute_kernels.scaled_gemm.config import OperandFormat
-from cute_kernels.scaled_gemm.small_m import ROWS, ReorderConfig, SmallMConfig, candidates, choose_small_m
+from cute_kernels.scaled_gemm.small_m.config import ROWS, ReorderConfig, SmallMConfig, candidates, choose_small_m
 from tests.gpu.kernels.test_gpu_floats import exact, generator, lost, operand, run
 from tests.gpu.problems import needs_warp_groups
 

@@ -1,4 +1,4 @@
-// A cluster of CTAs of sm_90a as fibers of one CPU thread, for the source of few_rows/product.cuh and scaled_gemm/small_m.cuh as it stands.
+// A cluster of CTAs of sm_90a as fibers of one CPU thread, for the source of few_rows/product.cuh and scaled_gemm/small_m/kernel.cuh as it stands.
 //
 // Fibers run in random order and stop at random places. Bulk copies and TMA, and the products of WGMMA, happen at once or as late
 // as the source's waits allow: a copy when nothing else can move on, a product at the wait that names it, from the registers and the
@@ -304,6 +304,14 @@ template <class T> T __shfl_xor_sync(unsigned lanes, T x, int step) {
   std::memcpy(&host::self().shuffled, &x, sizeof x);
   host::meet_warp();
   std::memcpy(&x, &host::fibers[host::current ^ step]->shuffled, sizeof x);
+  host::meet_warp();
+  return x;
+}
+template <class T> T __shfl_sync(unsigned lanes, T x, int from, int width) {
+  host::require(lanes == ~0u && sizeof x <= 8 && from < width, "a shuffle of other lanes or of more than 8 bytes");
+  std::memcpy(&host::self().shuffled, &x, sizeof x);
+  host::meet_warp();
+  std::memcpy(&x, &host::fibers[host::current / width * width + from]->shuffled, sizeof x);
   host::meet_warp();
   return x;
 }

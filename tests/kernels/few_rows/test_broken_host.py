@@ -21,7 +21,7 @@ from tests.kernels.few_rows.test_product_host import check
 pytestmark = [pytest.mark.skipif(not has_compiler(), reason="no g++"), pytest.mark.long]
 
 FORMATS, PRODUCT, DENSE = "few_rows/formats.cuh", "few_rows/product.cuh", "few_rows/decode.cuh"
-TILE_END = "scaled_gemm/small_m.cuh"
+TILE_END = "scaled_gemm/small_m/kernel.cuh"
 WAIT = "barrier_wait(gemm.empty(at.stage), at.parity ^ 1);"
 
 

@@ -16,7 +16,7 @@ from cute_kernels.few_rows.product_int8 import choose_few_rows_int8
 from cute_kernels.jit import Binary, Unit
 from cute_kernels.scaled_gemm.config import OperandFormat, choose
 from cute_kernels.scaled_gemm.cuda import choose_config
-from cute_kernels.scaled_gemm.small_m import (
+from cute_kernels.scaled_gemm.small_m.config import (
     ROWS,
     ReorderConfig,
     SmallMConfig,

@@ -23,7 +23,7 @@ from cute_kernels.scaled_gemm.config import OperandFormat
 from cute_kernels.scaled_gemm.sm100 import MapParameters, PackedMatrix, Tcgen05Config, candidates, check_alignment
 
 from cute_kernels.scaled_gemm.sm100 import choose, map_parameters, mma_kind  # isort: skip
-from cute_kernels.scaled_gemm.small_m import supports_small_m
+from cute_kernels.scaled_gemm.small_m.config import supports_small_m
 from cute_kernels.scaled_gemm.tcgen05 import ARCHES, COLUMNS, MMA_KINDS, MmaKind, matrix_descriptor
 from tests.kernels.scaled_gemm.tcgen05_model import Launch, run
 

@@ -5,7 +5,8 @@
 // of these bytes, decodes them in registers, and multiplies them from there as the A operand of WGMMA. A lane so has neighbors
 // along K where the instruction has one run of four per lane: the order along K is free if X has the same, so `order_few_rows`
 // writes X decoded and in that order first. Partial accumulators of a K slice of bytes are added in float32. With block scales,
-// values become bfloat16 times their scale (kBfloat16), and so does X. Source: PTX ISA, wgmma.mma_async register fragments.
+// values become bfloat16 times their scale (kBfloat16), and so does X; but ue8m0 scales of 32 values multiply the sums of their
+// block (kBlockSums, scaled_gemm/small_m/blocks.cuh). Source: PTX ISA, wgmma.mma_async register fragments.
 #pragma once
 
 #include "scaled_gemm/wgmma.cuh"
@@ -35,14 +36,15 @@ MAGICUBE_SMALL_M_OPS(64)
 #undef MAGICUBE_SMALL_M_OPS
 #undef MAGICUBE_SMALL_M_OP
 
-// Order along K of a K slice of X for weights of kBits: lane t has values t kOwn to t kOwn + kOwn - 1 of a K slice of weights.
-template <int kBits, bool kBfloat16>
+// Order along K of a K slice of X for weights of kBits: lane t has values t kOwn to t kOwn + kOwn - 1 of a K slice of weights; with
+// kBlockSums, 8 of each 32.
+template <int kBits, bool kBfloat16, bool kBlockSums>
 struct SmallMOrder {
   static_assert(kBits == 4 || kBits == 8, "a lane's 16 bytes are whole steps");
   static constexpr int kSliceK = 512 / kBits, kOwn = 128 / kBits, kStepK = kBfloat16 ? 16 : 32, kSteps = kSliceK / kStepK;
   static constexpr int kSize = kBfloat16 ? 2 : 1;  // bytes per value
   static constexpr int kWords = 4 * kSize;  // words of 16 values
-  static constexpr int kUnits = kOwn / 16;  // units of a K slice: 16 values of each lane
+  static constexpr int kUnits = kBlockSums ? 1 : kOwn / 16;  // units of a K slice: 16 values of each lane, or 64 in order
 
   // Word `part` of those that an instruction reads, from eight values: in order, or, of 4 bits, even and odd values apart, or, as
   // bfloat16, values i and i + 4 together.
@@ -51,8 +53,19 @@ struct SmallMOrder {
     else if constexpr (kBfloat16) return __byte_perm(eight[part / 2], eight[2 + part / 2], part % 2 ? 0x7632 : 0x5410);
     else return __byte_perm(eight[0], eight[1], part ? 0x7531 : 0x6420);
   }
-  // Store a unit of 64 kSize contiguous bytes: eight values, then their words, then those of four lanes.
+  // Store a unit of 64 kSize contiguous bytes: eight values, then their words, then those of four lanes. With kBlockSums: two
+  // blocks of 32 in order, or, for weights of 4 bits, their even and their odd values.
   __device__ static void put(uint8_t* to, const uint32_t (&numbers)[4][kWords]) {
+    if constexpr (kBlockSums) {
+      CUTE_UNROLL
+      for (int i = 0; i < 4; ++i) {
+        const auto& a = numbers[kBits == 8 ? i : i / 2 * 2];  // (4 words)
+        const auto& b = numbers[i / 2 * 2 + 1];  // (4 words)
+        if constexpr (kBits == 8) reinterpret_cast<uint4*>(to)[i] = make_uint4(a[0], a[1], a[2], a[3]);
+        else reinterpret_cast<uint4*>(to)[i] = make_uint4(pick(a, i % 2), pick(a + 2, i % 2), pick(b, i % 2), pick(b + 2, i % 2));
+      }
+      return;
+    }
     CUTE_UNROLL
     for (int i = 0; i < kWords; ++i) {
       const int first = i / (kWords / 2) * (kWords / 2), part = i % (kWords / 2);
@@ -62,14 +75,20 @@ struct SmallMOrder {
   }
 };
 
+// A ue8m0 scale: 2^(code - 127), NaN of 255.
+__device__ __forceinline__ float power_scale(uint32_t code) {
+  return __uint_as_float(code << 23 | (code == 0 || code == 255 ? 0x400000u : 0u));
+}
+
 // Write X (rows, k), decoded and in the order of SmallMOrder, to (rows, pitch bytes); zero beyond k. A thread makes a unit:
-// stores of less than 32 bytes cost microseconds of the product, which waits for this kernel.
+// stores of less than 32 bytes cost microseconds of the product, which waits for this kernel. With kBlockSums, scales of X go to
+// factors (blocks, factors_pitch); any beyond the last block.
 template <class C>
 __global__ void __launch_bounds__(128)
 order_few_rows(const uint8_t* x, int64_t x_pitch, int64_t row_bytes, int64_t rows, const uint8_t* scales,
-               int64_t scales_pitch, int64_t blocks, uint8_t* ordered, int64_t pitch) {
+               int64_t scales_pitch, int64_t blocks, uint8_t* ordered, int64_t pitch, float* factors, int64_t factors_pitch) {
   using Format = typename C::Format;
-  using Order = SmallMOrder<C::kBits, C::kBfloat16>;
+  using Order = SmallMOrder<C::kBits, C::kBfloat16, C::kBlockSums>;
   pdl_wait();
   const int64_t units = pitch / (64 * Order::kSize), index = int64_t{blockIdx.x} * 128 + threadIdx.x;
   const int64_t row = index / units, unit = index % units;
@@ -95,24 +114,35 @@ order_few_rows(const uint8_t* x, int64_t x_pitch, int64_t row_bytes, int64_t row
       decode_bytes<Format>(codes[t], numbers[t]);
     }
   }
+  if constexpr (C::kBlockSums && C::kBlock > 0) {
+    CUTE_UNROLL
+    for (int i = 0; i < 2; ++i) {
+      const int64_t block = 2 * unit + i;
+      factors[block * factors_pitch + row] = power_scale(block < blocks ? __ldg(scales + row * scales_pitch + block) : 0);
+    }
+  }
   Order::put(ordered + row * pitch + unit * 64 * Order::kSize, numbers);
 }
 
 template <class C>
 struct SmallMGemm {
   using Format = typename C::FormatB;
-  using Order = SmallMOrder<Format::kBits, C::kBfloat16>;
+  using Order = SmallMOrder<Format::kBits, C::kBfloat16, C::kBlockSums>;
   using Op = typename SmallMOp<C::kRows, ReadyFormat<Format>, ReadyFormat<typename C::FormatA>, C::kBfloat16>::type;
   static constexpr int kKSlices = C::kKSlices, kTileK = kKSlices * Order::kSliceK, kDepth = C::kDepth;
   static constexpr int kHeight = 64 * C::kGroups / kDepth;
   static constexpr int kWeightsPitch = kKSlices * 64, kBoxBytes = C::kRows * 128;  // a box: 128 bytes of each row of X
-  static constexpr int kBoxes = kTileK * Order::kSize / 128, kStageBytes = kHeight * kWeightsPitch + kBoxes * kBoxBytes;
+  static constexpr int kBoxes = kTileK * Order::kSize / 128;
   static constexpr int kStages = C::kStages, kRegisters = C::kRows / 2;
+  // With kBlockSums: boxes of 128 bytes of each row of weights, one of 16 scales of each, and the scales of X of a stage.
+  static constexpr int kWeightBoxes = kKSlices / 2, kScaleBytes = C::kBlockSums && C::kBlock ? kHeight * 16 : 0;
+  static constexpr int kStageBytes = kHeight * kWeightsPitch + kBoxes * kBoxBytes + kScaleBytes;
+  static constexpr int kFactorBytes = C::kScaledX ? kTileK / 32 * C::kRows * 4 : 0;
   // With many warp groups registers are scarce: one K slice at a time, and the producer gives up its own.
   static constexpr bool kShare = C::kGroups > 2, kOverlap = !kShare && (!C::kBfloat16 || C::kResident == 1);
   static constexpr int kThreads = 128 * C::kGroups + (kShare ? 128 : 32);
   // Registers that the CTA starts with: all of the SM's.
-  static constexpr int kPool = 65536 / kThreads / 8 * 8 * (C::kGroups + 1), kProducerRegisters = 24;
+  static constexpr int kPool = 65536 / kThreads / 8 * 8 * (C::kGroups + 1), kProducerRegisters = C::kBlockSums ? 32 : 24;
   static constexpr int kConsumerRegisters = (kPool - kProducerRegisters) / C::kGroups / 8 * 8;
   using Accumulators = float[kRegisters];
   using KSlice = uint32_t[Order::kSteps][4];  // a lane's part, as the instruction reads it
@@ -127,13 +157,16 @@ struct SmallMGemm {
   static_assert(!kShare || C::kResident == 1, "a block takes the registers of all");
   static_assert(C::kGroups % kDepth == 0 && kStages > kDepth, "parts are read side by side, and one is fetched");
   static_assert(kStages % kDepth == 0, "the same warp groups read a stage in each round: a parity tells two rounds apart");
+  static_assert(!C::kBlockSums || (!C::kBfloat16 && (C::kBlock == 0 || C::kBlock == 32)), "bytes, and blocks of an instruction");
   static_assert(kStages * kStageBytes >= kDepth * C::kRows * kPitch * 4, "the reduction reuses the memory of the pipeline");
 
   uint32_t base;
 
   __device__ uint32_t weights(int stage) const { return base + stage * kStageBytes; }
   __device__ uint32_t box(int stage, int i) const { return weights(stage) + kHeight * kWeightsPitch + i * kBoxBytes; }
-  __device__ uint32_t full(int stage) const { return base + kStages * kStageBytes + 8 * stage; }
+  __device__ static int scales_at(int stage) { return (stage + 1) * kStageBytes - kScaleBytes; }
+  __device__ static int factors_at(int stage) { return kStages * kStageBytes + stage * kFactorBytes; }
+  __device__ uint32_t full(int stage) const { return base + kStages * (kStageBytes + kFactorBytes) + 8 * stage; }
   __device__ uint32_t empty(int stage) const { return full(stage) + 8 * kStages; }
 };
 
@@ -393,12 +426,10 @@ __device__ void consumer_loop(const SmallMGemm<C>& gemm, uint8_t* shared, const 
   write_tile(gemm, shared, to, column, own, depth, lane, accum);
 }
 
-template <class C>
-__global__ void __launch_bounds__(SmallMGemm<C>::kThreads, C::kResident)
-gemm_floats_few(const __grid_constant__ TmaDescriptor x, const __grid_constant__ TmaDescriptor weights, int64_t k,
-                const uint8_t* scales, int64_t scales_pitch, int64_t blocks, typename C::Out* out, int64_t pitch, int64_t m,
-                int64_t n, const float* row_scales, int64_t row_step, const float* col_scales, int64_t column_step, const float*
-                bias, const typename C::Source* c, int64_t c_pitch, int64_t vector, float alpha, float beta) {
+// Set up the pipeline; produce(gemm, begin, last, column) and consume(gemm, shared, begin, last, column) are run for the K tiles
+// and the columns of a CTA.
+template <class C, class Produce, class Consume>
+__device__ __forceinline__ void run_small_m(int64_t k, Produce produce, Consume consume) {
   using G = SmallMGemm<C>;
   extern __shared__ __align__(1024) uint8_t shared[];
   const G gemm{shared_address(shared)};
@@ -414,18 +445,41 @@ gemm_floats_few(const __grid_constant__ TmaDescriptor x, const __grid_constant__
   const int parts = int((k + G::kTileK - 1) / G::kTileK), begin = parts * rank / C::kSplit, last = parts * (rank + 1) / C::kSplit;
   if (threadIdx.x < 128 * C::kGroups) {
     if constexpr (G::kShare) warp_group::setmaxnreg_inc<G::kConsumerRegisters>();
-    if (row_scales && row_step == 0) alpha *= __ldg(row_scales);
-    if (col_scales && column_step == 0) alpha *= __ldg(col_scales);
-    const GemmOutput<C> to{out, c, row_step ? row_scales : nullptr, column_step ? col_scales : nullptr, bias, pitch, c_pitch,
-                           int(m), int(n), alpha, beta, 0.0f, 0.0f, vector != 0};
-    consumer_loop(gemm, shared, {scales, scales_pitch, int(n), int(blocks)}, to, begin, last, column);
+    consume(gemm, shared, begin, last, column);
   } else {
     if constexpr (G::kShare) warp_group::setmaxnreg_dec<G::kProducerRegisters>();
-    if (threadIdx.x == 128 * C::kGroups) producer_loop(gemm, x, weights, begin, last, column);
+    if (threadIdx.x == 128 * C::kGroups) produce(gemm, begin, last, column);
     __syncwarp();
     if constexpr (C::kSplit > 1) cluster::sync();
   }
   if constexpr (C::kSplit > 1) cluster::sync();  // other CTAs read this CTA's shared memory
+}
+
+// Where results go; steps: 0 for a scale of all rows or columns.
+template <class C>
+__device__ __forceinline__ GemmOutput<C>
+output_of(typename C::Out* out, int64_t pitch, int64_t m, int64_t n, const float* row_scales, int64_t row_step,
+          const float* col_scales, int64_t column_step, const float* bias, const typename C::Source* c, int64_t c_pitch,
+          int64_t vector, float alpha, float beta) {
+  if (row_scales && row_step == 0) alpha *= __ldg(row_scales);
+  if (col_scales && column_step == 0) alpha *= __ldg(col_scales);
+  return {out, c, row_step ? row_scales : nullptr, column_step ? col_scales : nullptr, bias, pitch, c_pitch,
+          int(m), int(n), alpha, beta, 0.0f, 0.0f, vector != 0};
+}
+
+template <class C>
+__global__ void __launch_bounds__(SmallMGemm<C>::kThreads, C::kResident)
+gemm_floats_few(const __grid_constant__ TmaDescriptor x, const __grid_constant__ TmaDescriptor weights, int64_t k,
+                const uint8_t* scales, int64_t scales_pitch, int64_t blocks, typename C::Out* out, int64_t pitch, int64_t m,
+                int64_t n, const float* row_scales, int64_t row_step, const float* col_scales, int64_t column_step, const float*
+                bias, const typename C::Source* c, int64_t c_pitch, int64_t vector, float alpha, float beta) {
+  run_small_m<C>(
+      k, [&](const auto& gemm, int begin, int last, int column) { producer_loop<C>(gemm, x, weights, begin, last, column); },
+      [&](const auto& gemm, uint8_t* shared, int begin, int last, int column) {
+        const GemmOutput<C> to = output_of<C>(out, pitch, m, n, row_scales, row_step, col_scales, column_step, bias, c, c_pitch,
+                                              vector, alpha, beta);
+        consumer_loop<C>(gemm, shared, {scales, scales_pitch, int(n), int(blocks)}, to, begin, last, column);
+      });
 }
 
 }  // namespace magicube

@@ -1,27 +1,17 @@
-"""Small-M product of low-precision floats on sm_90a: configs, selection and launch."""
+"""Small-M product of low-precision floats on sm_90a: configs and selection."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
-import numpy as np
-import torch
-
-from cute_kernels.jit import workspace
 from cute_kernels.jit.codegen import OUT_TYPES, KernelConfig, source_type
-from cute_kernels.jit.kernel import get_kernel
-from cute_kernels.jit.tma import tensor_map
 from cute_kernels.scaled_gemm.config import TILE, OperandFormat, exponent_bias_factor
-
-if TYPE_CHECKING:
-    from cute_kernels.gemm.epilogue import EpilogueArguments
-    from cute_kernels.operands import Rows
 
 ROWS = (8, 16, 32, 64)  # rows of X that a kernel is compiled for
 K_SLICE_BYTES = 64  # bytes of a K slice of a row of weights
-ScaleArguments = tuple[int, int, int]  # block scales: address, memory stride, blocks per row
+SCALES_K = 512  # K of 16 block scales: what TMA reads of a row, and what its rows are multiples of
 _SMEM_BYTES = 233472  # shared memory of an SM; each CTA takes 1 KiB more than it requests
 
 
@@ -37,6 +27,8 @@ class ReorderConfig(KernelConfig):
         Bits per weight, which determine the order along K.
     uses_bfloat16 : bool
         Write bfloat16 times the block scales of X; else bytes.
+    block_sums : bool
+        Write blocks of 32 values in order, and their scales as float32.
     threads : int
         Threads per CTA.
     """
@@ -44,20 +36,22 @@ class ReorderConfig(KernelConfig):
     format: OperandFormat
     bits: int
     uses_bfloat16: bool = False
+    block_sums: bool = False
     threads: int = 128
 
     @property
     def name(self) -> str:
         """Short name, unique among the configs."""
-        return f"gemm-floats-order-{self.format.name}-{self.bits}{'h' if self.uses_bfloat16 else ''}"
+        return f"gemm-floats-order-{self.format.name}-{self.bits}{'h' * self.uses_bfloat16}{'s' * self.block_sums}"
 
-    kernel_header = "scaled_gemm/small_m.cuh"
+    kernel_header = "scaled_gemm/small_m/kernel.cuh"
     kernel_entry = "order_few_rows"
 
     def _constants(self) -> dict[str, object]:
         return {
             "kBits": self.bits,
             "kBfloat16": self.uses_bfloat16,
+            "kBlockSums": self.block_sums,
             "kBlock": self.format.block,
         }
 
@@ -126,6 +120,8 @@ class SmallMConfig(StagedConfig):
         CTAs per SM.
     k_slices : int
         K slices of 64 bytes of weights per stage.
+    block_sums : bool
+        Scales of 32 values, the K of an instruction, multiply the sums of their block; see :func:`takes_block_sums`.
     """
 
     kernel: ClassVar[str] = "few"
@@ -141,6 +137,7 @@ class SmallMConfig(StagedConfig):
     split: int = 1
     resident: int = 2
     k_slices: int = 2
+    block_sums: bool = False
 
     @property
     def threads(self) -> int:
@@ -158,16 +155,27 @@ class SmallMConfig(StagedConfig):
         return self.k_slices * K_SLICE_BYTES * 8 // self.b.bits
 
     @property
+    def ways(self) -> int:
+        """Instructions under way at a time with `block_sums`, each with accumulators of its own."""
+        if self.rows <= 16:
+            return 4 if self.groups * self.resident <= 2 else 2
+        return 2 if self.groups * self.resident <= 2 else 1
+
+    @property
     def uses_bfloat16(self) -> bool:
         """Whether Tensor Cores multiply bfloat16, which holds values times block scales, not bytes."""
-        return self.a.block > 0 or self.b.block > 0
+        return (self.a.block > 0 or self.b.block > 0) and not self.block_sums
 
     @property
     def stage_bytes(self) -> int:
-        """Bytes per stage: K slices of weights, the same K range of X, and two barriers."""
+        """Bytes per stage: K slices of weights, the same K range of X, block scales, and two barriers."""
+        factors = self.rows * self.tile_k // 8 if self.block_sums and self.a.block else 0
+        scales = 16 * self.tile_n if self.block_sums and self.b.block else 0
         return (
             self.k_slices * K_SLICE_BYTES * self.tile_n
             + self.rows * self.tile_k * (2 if self.uses_bfloat16 else 1)
+            + factors
+            + scales
             + 16
         )
 
@@ -184,10 +192,16 @@ class SmallMConfig(StagedConfig):
     def name(self) -> str:
         """Short name, unique among the configs."""
         shape = f"r{self.rows}s{self.stages}g{self.groups}d{self.depth}k{self.split}x{self.resident}w{self.k_slices}"
+        shape += f"y{self.ways}" * self.block_sums
         return f"gemm-floats-few-{self.a.name}-{self.b.name}-{self.out}-{self.source}-{shape}"
 
-    kernel_header = "scaled_gemm/small_m.cuh"
-    kernel_entry = "gemm_floats_few"
+    @property
+    def kernel_header(self) -> str:
+        return f"scaled_gemm/small_m/{'blocks' if self.block_sums else 'kernel'}.cuh"
+
+    @property
+    def kernel_entry(self) -> str:
+        return f"gemm_floats_few{'_blocks' * self.block_sums}"
 
     def _constants(self) -> dict[str, object]:
         return {
@@ -201,6 +215,9 @@ class SmallMConfig(StagedConfig):
             "kSplit": self.split,
             "kResident": self.resident,
             "kBfloat16": self.uses_bfloat16,
+            "kBlockSums": self.block_sums,
+            "kScaledX": self.block_sums and self.a.block > 0,
+            "kWays": self.ways if self.block_sums else 1,
             "kBlock": self.b.block,
         }
 
@@ -242,8 +259,31 @@ def supports_small_m(m: int, a: OperandFormat, b: OperandFormat, arch: str) -> b
     return arch == "sm_90a" and not (a.tiles or b.tiles or a.block == TILE) and m <= most
 
 
-def candidates(rows: int, a: OperandFormat, b: OperandFormat) -> list[SmallMConfig]:
+def takes_block_sums(m: int, k: int, a: OperandFormat, b: OperandFormat) -> bool:
+    """Return whether block scales multiply the sums of their block, not the values.
+
+    They are ue8m0 scales of 32 values, and TMA brings those of the weights, 16 at a time. With 64 rows of X that have
+    scales too, as many multiplications take longer than to decode the weights to bfloat16 times their scale.
+
+    Examples
+    --------
+    >>> mxfp8, mxfp4 = OperandFormat("e4m3", 32, "ue8m0"), OperandFormat("e2m1", 32, "ue8m0")
+    >>> takes_block_sums(16, 4096, mxfp8, mxfp4), takes_block_sums(64, 4096, mxfp8, mxfp4)
+    (True, False)
+    """
+    scaled = [fmt for fmt in (a, b) if fmt.block]
+    powers = bool(scaled) and all((fmt.block, fmt.scale) == (32, "ue8m0") for fmt in scaled)
+    return powers and k % SCALES_K == 0 and (m <= 32 or not a.block)
+
+
+def candidates(rows: int, a: OperandFormat, b: OperandFormat, *, block_sums: bool = False) -> list[SmallMConfig]:
     """Return the configs of :func:`choose_small_m` for `rows` of 8, 16, 32 or 64, largest tile first."""
+    if block_sums:
+        base = SmallMConfig(
+            a, b, rows, groups=4, resident=1, k_slices=4 if rows <= 32 else 2, block_sums=True
+        )  # fmt: skip
+        deep = replace(base, groups=2, depth=2, resident=2 if rows == 8 else 1)
+        return [base, replace(base, depth=2), *(replace(deep, split=split) for split in (1, 2, 4))]
     base = SmallMConfig(a, b, rows, resident=2 if rows <= 16 else 1)
     if base.uses_bfloat16:  # bottleneck: decoding
         wide = [replace(base, groups=4, resident=1, k_slices=4 if rows <= 32 else 2)]
@@ -285,62 +325,12 @@ def choose_small_m(
         One of :func:`candidates`, with `out` and `source` set.
     """
     rows = next(each for each in ROWS if m <= each)
-    least = 4096 if rows > 32 else 1024
+    block_sums = takes_block_sums(m, k, a, b)
+    least = 4096 if rows > 32 and not block_sums else 1024
     fitting = [
-        each for each in candidates(rows, a, b)
+        each for each in candidates(rows, a, b, block_sums=block_sums)
         if each.split == 1
         or (k >= least * each.split and each.tiles(n) * each.split <= each.ctas_at_once(num_sms))
     ]  # fmt: skip
     busy = (each for each in fitting if 3 * each.tiles(n) * each.split >= 2 * num_sms)
     return replace(next(busy, fitting[-1]), out=out, source=source)
-
-
-def launch_small_m(
-    config: SmallMConfig,
-    a: tuple[Rows, ScaleArguments],
-    b: tuple[Rows, ScaleArguments],
-    shape: tuple[int, int, int],
-    epilogue: EpilogueArguments,
-    alpha: float,
-    beta: float,
-) -> None:
-    """Launch a small-M product: reorder X, then multiply.
-
-    Parameters
-    ----------
-    config : SmallMConfig
-        Kernel config.
-    a : tuple of Rows and ScaleArguments, shape (M, K)
-        X and its block scales.
-    b : tuple of Rows and ScaleArguments, shape (N, K)
-        Weights and their block scales.
-    shape : tuple of int
-        (M, N, K).
-    epilogue : EpilogueArguments
-        Output, scales, bias and source.
-    alpha : float
-        Factor of the product.
-    beta : float
-        Factor of the source.
-    """
-    (m, n, k), (x, x_scales), (weights, scales) = shape, a, b
-    units, size = -(-k // 128) * 2, 2 if config.uses_bfloat16 else 1  # a unit: 64 values
-    pitch = units * 64 * size
-    ordered = workspace.empty((m, pitch), torch.uint8, x.owner.device)  # (M, bytes)
-    # This kernel waits for its predecessor before it launches its dependents: the product then reads weights at once.
-    get_kernel(ReorderConfig(config.a, config.b.bits, config.uses_bfloat16)).launch(
-        (-(-m * units // 128), 1, 1),
-        (x.pointer, x.pitch, x.owner.shape[1], m, *x_scales, ordered.data_ptr(), pitch),
-    )
-    box = (config.k_slices * K_SLICE_BYTES, config.tile_n)
-    maps = (
-        tensor_map(ordered.data_ptr(), 1, (pitch, m), pitch, (128, config.rows), 128),
-        tensor_map(weights.pointer, 1, (weights.owner.shape[1], n), weights.pitch, box),
-    )
-    factor = np.float32(alpha * config.exponent_bias_factor)
-    get_kernel(config).launch(
-        (config.tiles(n) * config.split, 1, 1),
-        (*maps, k, *scales, *epilogue.arguments, factor, np.float32(beta)),
-        (config.split, 1, 1) if config.split > 1 else None,
-        pdl=True,
-    )

@@ -1,0 +1,1 @@
+"""The small-M product of low-precision floats on sm_90a."""
