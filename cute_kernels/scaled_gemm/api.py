@@ -180,8 +180,9 @@ def scaled_gemm(
       multiply the sums of 128 elements of K in float32.
     - These block scales, or another architecture: values times scales are bfloat16, exact for magnitudes within
       2^-126..2^128; accumulators are float32.
-    - ue8m0 scales of 32 values on sm_90a, up to 32 rows of `a`, or 64 if it has no block scales, and K a multiple of
-      512: products of e4m3 or e5m2 as above, but the scales multiply the sums of their 32 elements of K in float32.
+    - Few rows on sm_90a and K a multiple of 512: products of e4m3 or e5m2 as above, but block scales multiply the sums
+      of their 16 or 32 elements of K in float32. Scales of 32 values: up to 32 rows of `a`, or 64 if it has no block
+      scales; of 16 values of 4-bit `b`: up to 8, or 16.
     - With `fold_scales` these block scales on sm_90a, if all are ue8m0, of values that are not e5m2, and M is above 64:
       `a` becomes e4m3 with float32 scales of 128 values, `b` with scales of rows, and bytes are multiplied as above.
       Values are rounded by at most 2^-17 of the largest magnitude that has the same scale then; those of e2m1 are

@@ -159,7 +159,7 @@ def _gemm_floats(arch: str) -> Iterator[Entry]:
         ("e3m2", "e2m3", 256, "float16", "none", False),
         ("mxe4m3", "mxe4m3", 128, "bfloat16", "none", False),
         ("mxe4m3", "nvfp4", 128, "float16", "none", False),
-        ("nvfp4", "nvfp4", 8192, "bfloat16", "none", False),
+        *(("nvfp4", "nvfp4", m, "bfloat16", "none", False) for m in (8192, 8)),
         ("tiled e4m3", "tiled e4m3", 4096, "bfloat16", "none", False),
         ("tiled e4m3", "tiled e2m1", 128, "float32", "none", False),
         ("e4m3 rows of 128", "tiled e4m3", 4096, "bfloat16", "none", False),

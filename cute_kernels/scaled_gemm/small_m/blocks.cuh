@@ -1,11 +1,12 @@
-// Small-M product with ue8m0 scales of 32 values: bytes are multiplied, and the sums of a block are scaled.
+// Small-M product with scales of 32 or 16 values: bytes are multiplied, and the sums of a block are scaled.
 //
 // sm_90a; memory-bound by the weights up to 32 rows of X, compute-bound by the additions with 64. Work, pipeline and epilogue as
 // in scaled_gemm/small_m/kernel.cuh. An instruction of 32 k has one block of each row of weights: its sums times the scale of the
 // row, and of X where that has block scales, are added in float32. So a lane reads 4 bytes of each block of 4-bit weights, of
 // 8-bit weights two times 4; rows are swizzled, so that eight of them meet no bank twice. TMA brings the scales, 16 of a row: of
 // what lanes read of them from memory, sectors of 32 bytes, they use 8, half as much traffic as the weights. A lane converts one
-// scale of four, and has the others by shuffles. kWays instructions are under way, each with sums of its own.
+// scale of four, and has the others by shuffles. kWays instructions are under way, each with sums of its own. Scales of 16 values
+// take two instructions a step, in each of which half of the lanes, those of the other block, have zeros.
 // Source: PTX ISA, wgmma.mma_async register fragments.
 #pragma once
 
@@ -28,17 +29,21 @@ __device__ __forceinline__ void produce_blocks(const SmallMGemm<C>& gemm, const 
       tma_load_2d(gemm.weights(at.stage) + i * G::kHeight * 128, &weights, (part * G::kWeightBoxes + i) * 128, row, full);
     }
     if constexpr (C::kBlock > 0) {  // from a multiple of 16 bytes on: elsewhere the copy is an illegal instruction
-      tma_load_2d(gemm.base + G::scales_at(at.stage), &scales, part * (G::kTileK / 32) / 16 * 16, row, full);
+      tma_load_2d(gemm.base + G::scales_at(at.stage), &scales, part * G::kOfScales / 16 * 16, row, full);
     }
     if (part == begin) pdl_wait();
     CUTE_UNROLL
     for (int i = 0; i < G::kBoxes; ++i) tma_load_2d(gemm.box(at.stage, i), &x, (part * G::kBoxes + i) * 128, 0, full);
-    if constexpr (C::kScaledX) {
+    if constexpr (C::kBlockX > 0) {
       const float* const from = factors + int64_t{part} * (G::kFactorBytes / 4);
       bulk_copy(gemm.base + G::factors_at(at.stage), from, G::kFactorBytes, full);
     }
   }
 }
+
+// Instructions of 32 k.
+template <class C>
+constexpr int kBlocksOfStep = C::kBlock == 16 ? 2 : 1;
 
 // What a lane reads of four steps: words of the rows g and g + 8 of its warp's 16, and the scales of step t of both.
 template <class C>
@@ -46,7 +51,7 @@ struct SmallMQuad {
   using G = SmallMGemm<C>;
   static constexpr int kWords = G::Format::kBits;  // of a row: one a step of 4-bit weights, else two
   uint32_t words[2][kWords];  // (rows, words)
-  uint32_t codes[2];  // (rows,)
+  uint32_t codes[2];  // (rows,): of scales, a byte a block
 
   __device__ __forceinline__ void load(const uint8_t* weights, const uint8_t* scales, int row, int quad) {
     constexpr int kBytes = 16 * kWords;  // of a row
@@ -58,11 +63,13 @@ struct SmallMQuad {
         const uint8_t* const from = weights + box * G::kHeight * 128 + swizzled<128>(row + 8 * half, chunk + i);
         words[half][i] = reinterpret_cast<const uint32_t*>(from)[lane];
       }
-      if constexpr (C::kBlock > 0) codes[half] = scales[(row + 8 * half) * 16 + 4 * quad + lane];
+      const uint8_t* const from = scales + (row + 8 * half) * G::kScaleBox + (4 * quad + lane) * kBlocksOfStep<C>;
+      if constexpr (C::kBlock == 16) codes[half] = *reinterpret_cast<const uint16_t*>(from);
+      else if constexpr (C::kBlock > 0) codes[half] = *from;
     }
   }
-  // The operand of step `step` of the four.
-  __device__ __forceinline__ void decode(int step, uint32_t (&to)[4]) const {
+  // The operand of step `step` of the four, of its block `block` alone.
+  __device__ __forceinline__ void decode(int step, int block, uint32_t (&to)[4]) const {
     CUTE_UNROLL
     for (int half = 0; half < 2; ++half) {
       if constexpr (kWords == 8) {
@@ -71,6 +78,11 @@ struct SmallMQuad {
         to[half] = to_bytes<typename G::Format>(words[half][step]);
         to[2 + half] = to_bytes<typename G::Format>(words[half][step] >> 4);
       }
+    }
+    if constexpr (C::kBlock == 16) {
+      const uint32_t mask = threadIdx.x / 2 % 2 == block ? 0xFFFFFFFFu : 0u;
+      CUTE_UNROLL
+      for (int r = 0; r < 4; ++r) to[r] &= mask;
     }
   }
 };
@@ -102,7 +114,7 @@ struct SmallMStep {
     CUTE_UNROLL
     for (int r = 0; r < G::kRegisters; ++r) {
       float sum = sums[r];
-      if constexpr (C::kScaledX) sum *= r % 2 ? x[r / 4].y : x[r / 4].x;
+      if constexpr (C::kBlockX > 0) sum *= r % 2 ? x[r / 4].y : x[r / 4].x;
       if constexpr (C::kBlock > 0) accum[r] = __fmaf_rn(sum, scale[r / 2 % 2], accum[r]);
       else accum[r] += sum;
     }
@@ -113,40 +125,47 @@ template <class C>
 __device__ __forceinline__ void multiply_stage(const SmallMGemm<C>& gemm, const uint8_t* shared, int stage, int part, int row,
                                                typename SmallMGemm<C>::Accumulators& accum) {
   using G = SmallMGemm<C>;
-  constexpr int kSteps = G::kTileK / 32, kSlots = C::kWays + 1;
+  constexpr int kSteps = G::kTileK / 32, kOfStep = kBlocksOfStep<C>, kAll = kSteps * kOfStep, kSlots = C::kWays + 1;
   const uint8_t* const weights = shared + stage * G::kStageBytes;
   const float* const factors = reinterpret_cast<const float*>(shared + G::factors_at(stage)) + threadIdx.x % 4 * 2;  // (steps, kRows)
-  const uint8_t* const codes = shared + G::scales_at(stage) + part * (G::kTileK / 32) % 16;
+  const uint8_t* const codes = shared + G::scales_at(stage) + part * G::kOfScales % 16;
   SmallMQuad<C> quads[2];  // by turns
   SmallMStep<C> steps[kSlots];  // by turns
-  float scales[2];  // (rows of weights,): of step t of a quad
+  float scales[2][kOfStep];  // (rows of weights, blocks): of step t of a quad
   quads[0].load(weights, codes, row, 0);
   CUTE_UNROLL
-  for (int i = 0; i < kSteps; ++i) {
+  for (int j = 0; j < kAll; ++j) {
+    const int i = j / kOfStep, block = j % kOfStep;
     auto& quad = quads[i / 4 % 2];
-    auto& step = steps[i % kSlots];
-    if (i % 4 == 0) {
+    auto& step = steps[j % kSlots];
+    if (i % 4 == 0 && block == 0) {
       if (i + 4 < kSteps) quads[(i / 4 + 1) % 2].load(weights, codes, row, i / 4 + 1);
-      if constexpr (C::kBlock > 0) scales[0] = power_scale(quad.codes[0]), scales[1] = power_scale(quad.codes[1]);
+      if constexpr (C::kBlock > 0) {
+        CUTE_UNROLL
+        for (int b = 0; b < 2 * kOfStep; ++b) {
+          scales[b / kOfStep][b % kOfStep] = block_scale<typename C::Scale>(quad.codes[b / kOfStep] >> 8 * (b % kOfStep) & 0xFF);
+        }
+      }
     }
-    quad.decode(i % 4, step.a);
-    if constexpr (C::kScaledX) {
+    quad.decode(i % 4, block, step.a);
+    if constexpr (C::kBlockX > 0) {
+      const float* const from = factors + (C::kBlockX == 16 ? j : i) * C::kRows;
       CUTE_UNROLL
-      for (int r = 0; r < C::kRows / 8; ++r) step.x[r] = *reinterpret_cast<const float2*>(factors + i * C::kRows + 8 * r);
+      for (int r = 0; r < C::kRows / 8; ++r) step.x[r] = *reinterpret_cast<const float2*>(from + 8 * r);
     }
     if constexpr (C::kBlock > 0) {
       CUTE_UNROLL
-      for (int half = 0; half < 2; ++half) step.scale[half] = __shfl_sync(0xFFFFFFFFu, scales[half], i % 4, 4);
+      for (int half = 0; half < 2; ++half) step.scale[half] = __shfl_sync(0xFFFFFFFFu, scales[half][block], i % 4, 4);
     }
     step.start(gemm, stage, i);
-    if (i + 1 >= C::kWays) {
+    if (j + 1 >= C::kWays) {
       warpgroup_wait<C::kWays - 1>();
-      steps[(i + 1 - C::kWays) % kSlots].add_to(accum);
+      steps[(j + 1 - C::kWays) % kSlots].add_to(accum);
     }
   }
   warpgroup_wait<0>();
   CUTE_UNROLL
-  for (int i = kSteps - C::kWays + 1; i < kSteps; ++i) steps[i % kSlots].add_to(accum);
+  for (int j = kAll - C::kWays + 1; j < kAll; ++j) steps[j % kSlots].add_to(accum);
 }
 
 // Multiply the K tiles of a warp group; own: the lane's columns of the tile are own and own + 8.

@@ -121,7 +121,7 @@ class SmallMConfig(StagedConfig):
     k_slices : int
         K slices of 64 bytes of weights per stage.
     block_sums : bool
-        Scales of 32 values, the K of an instruction, multiply the sums of their block; see :func:`takes_block_sums`.
+        Block scales multiply the sums of their block; see :func:`takes_block_sums`.
     """
 
     kernel: ClassVar[str] = "few"
@@ -162,6 +162,11 @@ class SmallMConfig(StagedConfig):
         return 2 if self.groups * self.resident <= 2 else 1
 
     @property
+    def scale_box(self) -> int:
+        """Block scales of a row of weights that TMA brings per stage: as many as belong to it, or 16."""
+        return max(16, self.tile_k // self.b.block) if self.block_sums and self.b.block else 0
+
+    @property
     def uses_bfloat16(self) -> bool:
         """Whether Tensor Cores multiply bfloat16, which holds values times block scales, not bytes."""
         return (self.a.block > 0 or self.b.block > 0) and not self.block_sums
@@ -169,8 +174,8 @@ class SmallMConfig(StagedConfig):
     @property
     def stage_bytes(self) -> int:
         """Bytes per stage: K slices of weights, the same K range of X, block scales, and two barriers."""
-        factors = self.rows * self.tile_k // 8 if self.block_sums and self.a.block else 0
-        scales = 16 * self.tile_n if self.block_sums and self.b.block else 0
+        factors = 4 * self.rows * self.tile_k // self.a.block if self.block_sums and self.a.block else 0
+        scales = self.scale_box * self.tile_n
         return (
             self.k_slices * K_SLICE_BYTES * self.tile_n
             + self.rows * self.tile_k * (2 if self.uses_bfloat16 else 1)
@@ -216,7 +221,7 @@ class SmallMConfig(StagedConfig):
             "kResident": self.resident,
             "kBfloat16": self.uses_bfloat16,
             "kBlockSums": self.block_sums,
-            "kScaledX": self.block_sums and self.a.block > 0,
+            "kBlockX": self.a.block if self.block_sums else 0,
             "kWays": self.ways if self.block_sums else 1,
             "kBlock": self.b.block,
         }
@@ -262,8 +267,9 @@ def supports_small_m(m: int, a: OperandFormat, b: OperandFormat, arch: str) -> b
 def takes_block_sums(m: int, k: int, a: OperandFormat, b: OperandFormat) -> bool:
     """Return whether block scales multiply the sums of their block, not the values.
 
-    They are ue8m0 scales of 32 values, and TMA brings those of the weights, 16 at a time. With 64 rows of X that have
-    scales too, as many multiplications take longer than to decode the weights to bfloat16 times their scale.
+    TMA brings scales of the weights, 16 at a time. Those of 16 values, of 4-bit weights, take two instructions of 32
+    k each for 32 k. With more rows of X, whose own scales multiply sums too, it takes longer than to decode the weights
+    to bfloat16 times their scale.
 
     Examples
     --------
@@ -271,9 +277,11 @@ def takes_block_sums(m: int, k: int, a: OperandFormat, b: OperandFormat) -> bool
     >>> takes_block_sums(16, 4096, mxfp8, mxfp4), takes_block_sums(64, 4096, mxfp8, mxfp4)
     (True, False)
     """
-    scaled = [fmt for fmt in (a, b) if fmt.block]
-    powers = bool(scaled) and all((fmt.block, fmt.scale) == (32, "ue8m0") for fmt in scaled)
-    return powers and k % SCALES_K == 0 and (m <= 32 or not a.block)
+    if k % SCALES_K or not (a.block or b.block):
+        return False
+    if b.block == 16:
+        return b.bits == 4 and m <= (8 if a.block else 16)
+    return a.block in (0, 32) and b.block in (0, 32) and m <= (32 if a.block else 64)
 
 
 def candidates(rows: int, a: OperandFormat, b: OperandFormat, *, block_sums: bool = False) -> list[SmallMConfig]:

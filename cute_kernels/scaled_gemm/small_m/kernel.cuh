@@ -75,10 +75,9 @@ struct SmallMOrder {
   }
 };
 
-// A ue8m0 scale: 2^(code - 127), NaN of 255.
-__device__ __forceinline__ float power_scale(uint32_t code) {
-  return __uint_as_float(code << 23 | (code == 0 || code == 255 ? 0x400000u : 0u));
-}
+// A block scale as a float.
+template <class Scale>
+__device__ __forceinline__ float block_scale(uint32_t code) { return __uint_as_float(scale_halves<Scale>(code) << 16); }
 
 // Write X (rows, k), decoded and in the order of SmallMOrder, to (rows, pitch bytes); zero beyond k. A thread makes a unit:
 // stores of less than 32 bytes cost microseconds of the product, which waits for this kernel. With kBlockSums, scales of X go to
@@ -115,10 +114,12 @@ order_few_rows(const uint8_t* x, int64_t x_pitch, int64_t row_bytes, int64_t row
     }
   }
   if constexpr (C::kBlockSums && C::kBlock > 0) {
+    constexpr int kCount = 64 / C::kBlock;
     CUTE_UNROLL
-    for (int i = 0; i < 2; ++i) {
-      const int64_t block = 2 * unit + i;
-      factors[block * factors_pitch + row] = power_scale(block < blocks ? __ldg(scales + row * scales_pitch + block) : 0);
+    for (int i = 0; i < kCount; ++i) {
+      const int64_t block = kCount * unit + i;
+      const uint32_t code = block < blocks ? __ldg(scales + row * scales_pitch + block) : 0;
+      factors[block * factors_pitch + row] = block_scale<typename C::Scale>(code);
     }
   }
   Order::put(ordered + row * pitch + unit * 64 * Order::kSize, numbers);
@@ -134,10 +135,11 @@ struct SmallMGemm {
   static constexpr int kWeightsPitch = kKSlices * 64, kBoxBytes = C::kRows * 128;  // a box: 128 bytes of each row of X
   static constexpr int kBoxes = kTileK * Order::kSize / 128;
   static constexpr int kStages = C::kStages, kRegisters = C::kRows / 2;
-  // With kBlockSums: boxes of 128 bytes of each row of weights, one of 16 scales of each, and the scales of X of a stage.
-  static constexpr int kWeightBoxes = kKSlices / 2, kScaleBytes = C::kBlockSums && C::kBlock ? kHeight * 16 : 0;
+  // With kBlockSums: boxes of 128 bytes of each row of weights, one of its scales, 16 or more, and the scales of X of a stage.
+  static constexpr int kOfScales = C::kBlockSums && C::kBlock ? kTileK / C::kBlock : 0, kScaleBox = kOfScales < 16 ? 16 : kOfScales;
+  static constexpr int kWeightBoxes = kKSlices / 2, kScaleBytes = kOfScales ? kHeight * kScaleBox : 0;
   static constexpr int kStageBytes = kHeight * kWeightsPitch + kBoxes * kBoxBytes + kScaleBytes;
-  static constexpr int kFactorBytes = C::kScaledX ? kTileK / 32 * C::kRows * 4 : 0;
+  static constexpr int kFactorBytes = C::kBlockX ? kTileK / (C::kBlockX ? C::kBlockX : 1) * C::kRows * 4 : 0;
   // With many warp groups registers are scarce: one K slice at a time, and the producer gives up its own.
   static constexpr bool kShare = C::kGroups > 2, kOverlap = !kShare && (!C::kBfloat16 || C::kResident == 1);
   static constexpr int kThreads = 128 * C::kGroups + (kShare ? 128 : 32);
@@ -157,7 +159,9 @@ struct SmallMGemm {
   static_assert(!kShare || C::kResident == 1, "a block takes the registers of all");
   static_assert(C::kGroups % kDepth == 0 && kStages > kDepth, "parts are read side by side, and one is fetched");
   static_assert(kStages % kDepth == 0, "the same warp groups read a stage in each round: a parity tells two rounds apart");
-  static_assert(!C::kBlockSums || (!C::kBfloat16 && (C::kBlock == 0 || C::kBlock == 32)), "bytes, and blocks of an instruction");
+  static_assert(!C::kBlockSums || !C::kBfloat16, "blocks of bytes");
+  static_assert(!C::kBlockSums || C::kBlock != 16 || Format::kBits == 4, "a lane's 8 values of a step are of one block");
+  static_assert(!C::kBlockSums || C::kBlockX != 16 || C::kBlock == 16, "steps are blocks of both");
   static_assert(kStages * kStageBytes >= kDepth * C::kRows * kPitch * 4, "the reduction reuses the memory of the pipeline");
 
   uint32_t base;

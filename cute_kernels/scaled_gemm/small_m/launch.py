@@ -52,7 +52,8 @@ def launch_small_m(
     tile, size = config.tile_k if scaled else 128, 2 if config.uses_bfloat16 else 1
     units = -(-k // tile) * tile // 64  # of 64 values
     pitch = units * 64 * size
-    factors = 2 * units * config.rows * 4 if scaled else 0  # bytes of the scales of X: (blocks, rows) as float32
+    # Bytes of the scales of X: (blocks, rows) as float32.
+    factors = units * 64 // config.a.block * config.rows * 4 if scaled else 0
     ordered = workspace.empty((factors + m * pitch,), torch.uint8, x.owner.device)  # (bytes,)
     start = ordered.data_ptr() + factors
     # This kernel waits for its predecessor before it launches its dependents: the product then reads weights at once.
@@ -68,7 +69,9 @@ def launch_small_m(
     operands: tuple[bytes | int, ...] = (of_x, of_weights, k, *scales)
     if config.block_sums:
         pointer, step, blocks = scales
-        of_scales = tensor_map(pointer, 1, (blocks, n), step, (16, config.tile_n)) if config.b.block else of_weights
+        of_scales = of_weights  # not read
+        if config.b.block:
+            of_scales = tensor_map(pointer, 1, (blocks, n), step, (config.scale_box, config.tile_n))
         operands = (of_x, of_weights, of_scales, ordered.data_ptr() if scaled else 0, k)
     factor = np.float32(alpha * config.exponent_bias_factor)
     get_kernel(config).launch(

@@ -89,7 +89,7 @@ def test_the_choice_keeps_the_chip_busy() -> None:
         and choose_small_m(64, 28672, 8192, E4M3, E2M1).groups == 4
     )
     assert choose_small_m(64, 14336, 4096, E4M3, E2M1).groups == 2
-    assert choose_small_m(16, 28672, 8192, MX8, MX4).groups == 4 and choose_small_m(1, 14336, 4096, NV, NV).groups == 2
+    assert choose_small_m(16, 28672, 8192, MX8, MX4).groups == 4 and choose_small_m(16, 14336, 4096, NV, NV).groups == 2
     small = choose_small_m(1, 4096, 4096, E4M3, E2M1)
     assert (small.tile_n, small.depth, small.split) == (64, 2, 2)
     assert [choose_small_m(64, 4096, k, E4M3, E2M1).split for k in (4096, 14336)] == [1, 2]

@@ -23,7 +23,15 @@ from tests.kernels.scaled_gemm.test_small_m_host import check as check_host
 
 E4M3, E2M1 = OperandFormat("e4m3"), OperandFormat("e2m1")
 MX8, MX4, NV = OperandFormat("e4m3", 32, "ue8m0"), OperandFormat("e2m1", 32, "ue8m0"), OperandFormat("e2m1", 16, "e4m3")
-PAIRS = ((E4M3, MX4), (MX8, MX4), (MX8, MX8), (MX4, OperandFormat("e5m2", 32, "ue8m0")), (MX8, E2M1))
+PAIRS = (
+    (E4M3, MX4),
+    (MX8, MX4),
+    (MX8, MX8),
+    (MX4, OperandFormat("e5m2", 32, "ue8m0")),
+    (MX8, E2M1),
+    (NV, NV),
+    (E4M3, NV),
+)
 TAKEN = [(rows, a, b) for a, b in PAIRS for rows in ROWS if takes_block_sums(rows, 512, a, b)]
 
 
@@ -35,14 +43,16 @@ def test_configs_fit_the_chip() -> None:
             assert config.stages > config.depth and config.stages % config.depth == 0
             assert config.resident * (config.smem_bytes + 1024) <= 228 * 1024
             assert not config.uses_bfloat16 and config.exponent_bias_factor == 64.0 ** sum(x.bits < 8 for x in (a, b))
-            assert config.tile_k % 128 == 0 and (config.tile_k // 32) in (4, 8, 16), "a box has the scales of a stage"
+            if b.block:
+                assert config.scale_box == max(16, config.tile_k // b.block) <= 256, "a box has the scales of a stage"
 
 
 def test_what_the_scales_of_blocks_must_be() -> None:
     for m, k, a, b, taken in (
         (1, 512, E4M3, MX4, True), (64, 512, E4M3, MX8, True), (32, 1536, MX8, MX4, True), (8, 512, MX8, E2M1, True),
-        (33, 512, MX8, MX4, False), (16, 768, E4M3, MX4, False), (16, 512, E4M3, NV, False), (16, 512, NV, MX4, False),
-        (16, 512, E4M3, E2M1, False), (16, 512, MX8, OperandFormat("e2m1", 16, "ue8m0"), False),
+        (33, 512, MX8, MX4, False), (16, 768, E4M3, MX4, False), (16, 512, E4M3, NV, True), (17, 512, E4M3, NV, False),
+        (8, 1024, NV, NV, True), (9, 512, NV, NV, False), (8, 512, MX8, OperandFormat("e2m1", 16, "ue8m0"), True),
+        (8, 512, NV, MX4, False), (8, 512, E4M3, E2M1, False), (8, 512, E4M3, OperandFormat("e4m3", 16, "e4m3"), False),
     ):  # fmt: skip
         assert takes_block_sums(m, k, a, b) == taken, (m, k, a, b)
         config = choose_small_m(m, 4096, k, a, b)
@@ -93,41 +103,46 @@ def test_the_kernel_is_made_of_the_instructions_that_were_meant(
     assert binary.usage is not None and binary.usage.spill_bytes <= (40 if config.groups == 4 else 0), binary.usage
     assert len(re.findall(r"\b(?:LDL|STL)\b", sass)) <= 12 and "CALL" not in sass, "local memory"
     assert config.resident * binary.usage.registers * config.threads <= 65536
-    steps = config.tile_k // 32
-    assert len(re.findall(r"QGMMA[^;]*, RZ, !UPT", sass)) == sass.count("QGMMA") == steps, "each block from zero"
+    steps, blocks = config.tile_k // 32, 2 if config.b.block == 16 else 1
+    products = steps * blocks
+    assert len(re.findall(r"QGMMA[^;]*, RZ, !UPT", sass)) == sass.count("QGMMA") == products, "each block from zero"
     loop = sass[sass.index("QGMMA") : sass.rindex("QGMMA")]
-    assert loop.count("WARPGROUP.DEPBAR") == steps - config.ways, "the assembler made them wait"
-    loads = len(re.findall(r"LDS\.U8", sass))
-    assert loads == (2 * steps // 4 if config.b.block else 0), "one scale of four of both rows"
+    assert loop.count("WARPGROUP.DEPBAR") == products - config.ways, "the assembler made them wait"
+    loads = len(re.findall(r"LDS\.U16" if blocks == 2 else r"LDS\.U8", sass))
+    assert loads == (2 * steps // 4 if config.b.block else 0), "the scales of one step of four, of both rows"
     assert "MEMBAR" not in loop and "UTMALDG.2D" in sass and ("UBLKCP" in sass) == bool(config.a.block)
 
 
 KERNEL, BLOCKS = "scaled_gemm/small_m/kernel.cuh", "scaled_gemm/small_m/blocks.cuh"
-FOUR, EIGHT, TWICE = (candidates(8, E4M3, MX4, block_sums=True)[2], candidates(16, MX8, MX8, block_sums=True)[3],
-                      candidates(32, MX4, E2M1, block_sums=True)[1])  # fmt: skip
-SHAPES = {FOUR: (5, 77, 4608), EIGHT: (13, 66, 4608), TWICE: (20, 140, 1536)}
-WRONG = "small|waits|arriv|bytes|beyond"
+FOUR, EIGHT = candidates(8, E4M3, MX4, block_sums=True)[2], candidates(16, MX8, MX8, block_sums=True)[3]
+TWICE, SIXTEEN = candidates(32, MX4, E2M1, block_sums=True)[1], candidates(8, NV, NV, block_sums=True)[2]
+SHAPES = {FOUR: (5, 77, 4608), EIGHT: (13, 66, 4608), TWICE: (20, 140, 1536), SIXTEEN: (5, 77, 4608)}
 BREACHES = [
     (FOUR, BLOCKS, "/ 16 * 16, row, full)", "/ 16 * 16 + 16, row, full)"),
-    (EIGHT, BLOCKS, "part * (G::kTileK / 32) % 16;", "0;"),
-    (FOUR, BLOCKS, "+ 4 * quad + lane]", "+ 4 * quad]"),
-    (FOUR, BLOCKS, "(row + 8 * half) * 16 +", "row * 16 +"),
+    (EIGHT, BLOCKS, "part * G::kOfScales % 16;", "0;"),
+    (FOUR, BLOCKS, "(4 * quad + lane) * kBlocks", "(4 * quad) * kBlocks"),
+    (FOUR, BLOCKS, "(row + 8 * half) * G::kScaleBox +", "row * G::kScaleBox +"),
     (FOUR, BLOCKS, "i % 4, 4);", "i % 2, 4);"),
+    (SIXTEEN, BLOCKS, "scales[half][block], i", "scales[half][0], i"),
+    (SIXTEEN, BLOCKS, "threadIdx.x / 2 % 2 == block", "threadIdx.x % 2 == block"),
+    (SIXTEEN, BLOCKS, "C::kBlockX == 16 ? j : i", "i"),
+    (SIXTEEN, KERNEL, "kCount = 64 / C::kBlock", "kCount = 2"),
     (EIGHT, BLOCKS, "words[half][2 * step + 1];", "words[half][2 * step];"),
     (FOUR, BLOCKS, "words[half][step] >> 4", "words[half][step] >> 3"),
     (FOUR, BLOCKS, "swizzled<128>(row + 8 * half, chunk + i)", "swizzled<128>(row, chunk + i)"),
     (FOUR, BLOCKS, "scale[r / 2 % 2], accum", "scale[r % 2], accum"),
     (EIGHT, BLOCKS, "r % 2 ? x[r / 4].y", "r / 2 % 2 ? x[r / 4].y"),
-    (EIGHT, BLOCKS, "factors + i * C::kRows + 8 * r", "factors + i * C::kRows"),
+    (EIGHT, BLOCKS, "(from + 8 * r);", "(from);"),
+    (EIGHT, BLOCKS, "? j : i) * C::kRows", "? j : i) * 8"),
     (EIGHT, BLOCKS, "int64_t{part} * (G::kFactorBytes / 4)", "0"),
     (TWICE, BLOCKS, "warpgroup_wait<C::kWays - 1>();", "warpgroup_wait<C::kWays>();"),
     (EIGHT, BLOCKS, "warpgroup_wait<0>();", ""),
-    (FOUR, BLOCKS, "i = kSteps - C::kWays + 1; i <", "i = kSteps - C::kWays + 2; i <"),
+    (FOUR, BLOCKS, "j = kAll - C::kWays + 1; j <", "j = kAll - C::kWays + 2; j <"),
     (FOUR, BLOCKS, "    barrier_wait(gemm.full(at.stage), at.parity);", ""),
     (FOUR, BLOCKS, "barrier_wait(gemm.empty(at.stage), at.parity ^ 1);", ""),
     (EIGHT, KERNEL, "pick(a + 2, i % 2), pick(b", "pick(a, i % 2), pick(b"),
     (EIGHT, KERNEL, "factors[block * factors_pitch + row]", "factors[block * factors_pitch]"),
-    (EIGHT, KERNEL, "2 * unit + i;", "2 * unit;"),
+    (EIGHT, KERNEL, "kCount * unit + i;", "kCount * unit;"),
 ]
 
 

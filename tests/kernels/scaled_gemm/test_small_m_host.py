@@ -64,6 +64,9 @@ BLOCKS: list[tuple[int, OperandFormat, OperandFormat, int, tuple[int, int, int]]
     (16, MX8, MX8, -1, (13, 66, 4608)),
     (32, MX4, E2M1, 1, (20, 140, 1024)),
     (64, OperandFormat("e5m2"), OperandFormat("e5m2", 32, "ue8m0"), 3, (50, 70, 2560)),
+    (16, NV, NV, 3, (13, 66, 4608)),
+    (8, MX8, NV, 2, (5, 70, 2560)),
+    (32, E4M3, NV, 1, (20, 140, 1536)),
 ]
 # config, (M, N, K): rings that go round, ranks of other lengths, rows of weights beyond N
 CASES: list[tuple[SmallMConfig, tuple[int, int, int]]] = [
@@ -78,6 +81,7 @@ MANY = [
     *((config, (rows - 1, 130, 3000)) for rows in (8, 32, 64) for config in candidates(rows, NV, NV)),
     *((config, (rows - 1, 270, 3072)) for rows in (8, 64) for config in candidates(rows, E4M3, MX4, block_sums=True)),
     *((config, (rows, 270, 2560)) for rows in (16, 32) for config in candidates(rows, MX8, MX8, block_sums=True)),
+    *((config, (rows, 270, 2560)) for rows in (8, 16) for config in candidates(rows, NV, NV, block_sums=True)),
 ]
 
 
