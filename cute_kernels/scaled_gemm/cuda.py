@@ -30,10 +30,10 @@ from cute_kernels.scaled_gemm.operand import FloatOperand, ScaledGemmProblem
 from cute_kernels.scaled_gemm.sm100 import PackedMatrix, Tcgen05Config, check_alignment, map_parameters
 from cute_kernels.scaled_gemm.small_m.config import (
     ROWS,
-    SCALES_K,
     SmallMConfig,
     choose_small_m,
     supports_small_m,
+    takes_block_sums,
 )
 from cute_kernels.scaled_gemm.small_m.launch import launch_small_m
 from cute_kernels.scaled_gemm.tcgen05 import ARCHES, MmaKind
@@ -250,7 +250,7 @@ def check_reads(problem: ScaledGemmProblem, config: ScaledGemmConfig | SmallMCon
     Raises
     ------
     ValueError
-        If it is for other formats, or has no scale for some columns of its tiles.
+        If it is for other formats or K, or has no scale for some columns of its tiles.
     """
     for name, given, read, lines in (("a", problem.a.format, config.a, True), ("b", problem.b.format, config.b, False)):
         ways = (False,) if given.block == TILE else (False, True)  # as bytes, as bfloat16 times block scales
@@ -261,8 +261,8 @@ def check_reads(problem: ScaledGemmProblem, config: ScaledGemmConfig | SmallMCon
     if isinstance(config, ScaledGemmConfig) and not config.takes(n):
         raise ValueError(f"config must have tile_n {TILE} for tile scales of b of {n} rows, got {config.tile_n}")
     k = problem.shape[2]
-    if isinstance(config, SmallMConfig) and config.block_sums and k % SCALES_K:
-        raise ValueError(f"config must have no block_sums unless {SCALES_K} divides K, got K = {k}")
+    if isinstance(config, SmallMConfig) and config.block_sums and not takes_block_sums(1, k, config.a, config.b):
+        raise ValueError(f"config must have no block_sums for {config.a.name} by {config.b.name} and K = {k}")
 
 
 def scaled_gemm_cuda(

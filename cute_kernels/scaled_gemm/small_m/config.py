@@ -287,9 +287,8 @@ def takes_block_sums(m: int, k: int, a: OperandFormat, b: OperandFormat) -> bool
 def candidates(rows: int, a: OperandFormat, b: OperandFormat, *, block_sums: bool = False) -> list[SmallMConfig]:
     """Return the configs of :func:`choose_small_m` for `rows` of 8, 16, 32 or 64, largest tile first."""
     if block_sums:
-        base = SmallMConfig(
-            a, b, rows, groups=4, resident=1, k_slices=4 if rows <= 32 else 2, block_sums=True
-        )  # fmt: skip
+        k_slices = 4 if rows <= 32 else 2
+        base = SmallMConfig(a, b, rows, groups=4, resident=1, k_slices=k_slices, block_sums=True)
         deep = replace(base, groups=2, depth=2, resident=2 if rows == 8 else 1)
         return [base, replace(base, depth=2), *(replace(deep, split=split) for split in (1, 2, 4))]
     base = SmallMConfig(a, b, rows, resident=2 if rows <= 16 else 1)
