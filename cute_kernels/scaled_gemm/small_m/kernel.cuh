@@ -75,9 +75,15 @@ struct SmallMOrder {
   }
 };
 
-// A block scale as a float.
+// A block scale as a float. ue8m0: 2^(code - 127), NaN of 255.
 template <class Scale>
-__device__ __forceinline__ float block_scale(uint32_t code) { return __uint_as_float(scale_halves<Scale>(code) << 16); }
+__device__ __forceinline__ float block_scale(uint32_t code) {
+  if constexpr (cuda::std::is_same_v<Scale, UE8M0>) {
+    return __uint_as_float(code << 23 | (code == 0 || code == 255 ? 0x400000u : 0u));
+  } else {
+    return __uint_as_float(scale_halves<Scale>(code) << 16);
+  }
+}
 
 // Write X (rows, k), decoded and in the order of SmallMOrder, to (rows, pitch bytes); zero beyond k. A thread makes a unit:
 // stores of less than 32 bytes cost microseconds of the product, which waits for this kernel. With kBlockSums, scales of X go to
