@@ -66,16 +66,6 @@ class FewRowsConfig(StagedConfig):
         return FORMATS[self.weight]
 
     @property
-    def threads(self) -> int:
-        """Threads per CTA."""
-        return 128 * self.groups + (128 if self.groups > 2 else 32)
-
-    @property
-    def tile_n(self) -> int:
-        """Rows of weights per tile."""
-        return 64 * self.groups // self.depth
-
-    @property
     def stage_bytes(self) -> int:
         """Bytes per stage: units of weights, the same k of X, and two barriers."""
         return self.units * (self.groups // self.depth * self.format.unit_bytes + self.rows * 256) + 16

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -36,6 +37,15 @@ def test_rows_of_bytes_that_a_product_would_copy_are_not_recorded(
     weight = mc.quantize(torch.randn(40, inner), dtype=dtype)
     assert isinstance(weight, ScaledFloatTensor)
     assert FloatRecord.takes(weight, act, torch.randn(5, inner), None) == taken
+
+
+def test_scales_that_a_product_would_copy_are_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_record, "encodes", lambda x, act: True)
+    weight = mc.quantize(torch.randn(40, 512), dtype="mxfp4")
+    assert isinstance(weight, ScaledFloatTensor)
+    for at, taken in ((0, True), (8, False)):
+        moved = torch.empty(40 * 16 + 16, dtype=torch.uint8)[at : at + 40 * 16].view(40, 16).copy_(weight.scale)
+        assert FloatRecord.takes(replace(weight, scale=moved), "mxfp8", torch.randn(5, 512), None) == taken
 
 
 def test_rows_of_integers_that_a_product_would_copy_are_not_recorded() -> None:

@@ -91,7 +91,7 @@ struct SmallMQuad {
 template <class C>
 struct SmallMStep {
   using G = SmallMGemm<C>;
-  uint32_t a[4];  // (2 halves of 32 k, 2 rows of weights)
+  uint32_t a[4];  // (2 runs of 16 k, 2 rows of weights)
   typename G::Accumulators sums;  // (kRows / 8, 2 rows of weights, 2 rows of X)
   float2 x[C::kRows / 8];  // (kRows / 8,): rows 2t and 2t + 1 of every eight of X
   float scale[2];  // (rows of weights,)

@@ -44,7 +44,7 @@ class ReorderConfig(KernelConfig):
         """Short name, unique among the configs."""
         return f"gemm-floats-order-{self.format.name}-{self.bits}{'h' * self.uses_bfloat16}{'s' * self.block_sums}"
 
-    kernel_header = "scaled_gemm/small_m/kernel.cuh"
+    kernel_header = "scaled_gemm/small_m/order.cuh"
     kernel_entry = "order_few_rows"
 
     def _constants(self) -> dict[str, object]:
@@ -62,9 +62,20 @@ class ReorderConfig(KernelConfig):
 class StagedConfig(KernelConfig):
     """Config of a kernel whose warp groups take turns on stages of shared memory."""
 
+    groups: int  # consumer warp groups, of 64 rows of weights each
     resident: int  # CTAs per SM
     depth: int  # warp groups that take turns
     split: int  # CTAs of a cluster
+
+    @property
+    def threads(self) -> int:
+        """Threads per CTA: consumers, and those that fetch."""
+        return 128 * self.groups + (128 if self.groups > 2 else 32)
+
+    @property
+    def tile_n(self) -> int:
+        """Rows of weights per tile."""
+        return 64 * self.groups // self.depth
 
     def ctas_at_once(self, num_sms: int) -> int:
         """Return how many CTAs of whole clusters run at the same time.
@@ -138,16 +149,6 @@ class SmallMConfig(StagedConfig):
     resident: int = 2
     k_slices: int = 2
     block_sums: bool = False
-
-    @property
-    def threads(self) -> int:
-        """Threads per CTA."""
-        return 128 * self.groups + (128 if self.groups > 2 else 32)
-
-    @property
-    def tile_n(self) -> int:
-        """Rows of weights per tile."""
-        return 64 * self.groups // self.depth
 
     @property
     def tile_k(self) -> int:

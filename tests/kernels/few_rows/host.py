@@ -22,7 +22,7 @@ from cute_kernels.jit.codegen import KernelConfig
 KERNELS = Path(__file__).resolve().parents[3] / "cute_kernels"
 REAL = (
     "few_rows/product.cuh", "few_rows/product_int8.cuh", "few_rows/decode.cuh", "few_rows/formats.cuh", "few_rows/widen.cuh",
-    "device/float_formats.cuh", "device/quad.cuh", "device/smem_descriptor.cuh", "scaled_gemm/small_m/kernel.cuh", "scaled_gemm/small_m/blocks.cuh", "scaled_gemm/wgmma.cuh", "scaled_gemm/common.cuh", "gemm/wgmma.cuh", "gemm/epilogue.cuh", "gemm/activation.cuh",  "gemm/tile_scheduler.cuh",
+    "device/float_formats.cuh", "device/quad.cuh", "device/smem_descriptor.cuh", "scaled_gemm/small_m/kernel.cuh", "scaled_gemm/small_m/order.cuh", "scaled_gemm/small_m/blocks.cuh", "scaled_gemm/wgmma.cuh", "scaled_gemm/common.cuh", "gemm/wgmma.cuh", "gemm/epilogue.cuh", "gemm/activation.cuh",  "gemm/tile_scheduler.cuh",
 )  # fmt: skip
 _EMPTY = ("device/math.cuh", "device/packed_int.cuh", "device/warpgroup.cuh", "device/copy.cuh", "cuda_bf16.h", "cuda_fp16.h", "cuda/std/cstdint",
           "cuda/std/type_traits", "cute/config.hpp", "cute/arch/copy_sm75.hpp", "cute/arch/mma_sm80.hpp",

@@ -1,4 +1,4 @@
-"""Few rows with ue8m0 scales that multiply the sums of their block: configs, machine code, and breaches of the source."""
+"""Few rows with block scales that multiply the sums of their block: configs, machine code, and breaches of the source."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from cute_kernels.jit import Binary
 from cute_kernels.scaled_gemm.api import FloatOperand, check
 from cute_kernels.scaled_gemm.config import OperandFormat
-from cute_kernels.scaled_gemm.cuda import check_reads
+from cute_kernels.scaled_gemm.cuda import _scale_arguments, check_reads
 from cute_kernels.scaled_gemm.small_m.config import ROWS, SmallMConfig, candidates, choose_small_m, takes_block_sums
 from tests.helpers import disassemble
 from tests.kernels.few_rows.host import has_compiler
@@ -85,6 +85,18 @@ def test_a_config_for_other_lengths_is_refused() -> None:
                 check_reads(problem, config)
 
 
+def test_scales_lie_where_the_copy_engine_reads_them() -> None:
+    blocks = torch.arange(4 * 16, dtype=torch.uint8).view(4, 16)
+    moved = torch.empty(4 * 16 + 16, dtype=torch.uint8)[3 : 4 * 16 + 3].view(4, 16).copy_(blocks)
+    apart = torch.empty(4, 40, dtype=torch.uint8)[:, 7:23].copy_(blocks)
+    for given, copied in ((blocks, False), (moved, True), (apart, True)):
+        data = torch.zeros(4, 256, dtype=torch.uint8)
+        operand = FloatOperand(data, "e2m1", 512, blocks=given, block=32, scale_dtype="ue8m0")
+        (address, *_), owner = _scale_arguments(operand)
+        assert owner is not None and torch.equal(owner, blocks) and address == owner.data_ptr()
+        assert address % 16 == 0 and (address != given.data_ptr()) == copied
+
+
 CASES = [replace(each, out="float16") for rows, a, b in TAKEN for each in candidates(rows, a, b, block_sums=True)[:-1]]
 
 
@@ -114,7 +126,7 @@ def test_the_kernel_is_made_of_the_instructions_that_were_meant(
     assert "MEMBAR" not in loop and "UTMALDG.2D" in sass and ("UBLKCP" in sass) == bool(config.a.block)
 
 
-KERNEL, BLOCKS = "scaled_gemm/small_m/kernel.cuh", "scaled_gemm/small_m/blocks.cuh"
+ORDER, BLOCKS = "scaled_gemm/small_m/order.cuh", "scaled_gemm/small_m/blocks.cuh"
 FOUR, EIGHT = candidates(8, E4M3, MX4, block_sums=True)[2], candidates(16, MX8, MX8, block_sums=True)[3]
 TWICE, SIXTEEN = candidates(32, MX4, E2M1, block_sums=True)[1], candidates(8, NV, NV, block_sums=True)[2]
 SHAPES = {FOUR: (5, 77, 4608), EIGHT: (13, 66, 4608), TWICE: (20, 140, 1536), SIXTEEN: (5, 77, 4608)}
@@ -127,7 +139,7 @@ BREACHES = [
     (SIXTEEN, BLOCKS, "scales[half][block], i", "scales[half][0], i"),
     (SIXTEEN, BLOCKS, "threadIdx.x / 2 % 2 == block", "threadIdx.x % 2 == block"),
     (SIXTEEN, BLOCKS, "C::kBlockX == 16 ? j : i", "i"),
-    (SIXTEEN, KERNEL, "kCount = 64 / C::kBlock", "kCount = 2"),
+    (SIXTEEN, ORDER, "kCount = 64 / C::kBlock", "kCount = 2"),
     (EIGHT, BLOCKS, "words[half][2 * step + 1];", "words[half][2 * step];"),
     (FOUR, BLOCKS, "words[half][step] >> 4", "words[half][step] >> 3"),
     (FOUR, BLOCKS, "swizzled<128>(row + 8 * half, chunk + i)", "swizzled<128>(row, chunk + i)"),
@@ -141,9 +153,9 @@ BREACHES = [
     (FOUR, BLOCKS, "j = kAll - C::kWays + 1; j <", "j = kAll - C::kWays + 2; j <"),
     (FOUR, BLOCKS, "    barrier_wait(gemm.full(at.stage), at.parity);", ""),
     (FOUR, BLOCKS, "barrier_wait(gemm.empty(at.stage), at.parity ^ 1);", ""),
-    (EIGHT, KERNEL, "pick(a + 2, i % 2), pick(b", "pick(a, i % 2), pick(b"),
-    (EIGHT, KERNEL, "factors[block * factors_pitch + row]", "factors[block * factors_pitch]"),
-    (EIGHT, KERNEL, "kCount * unit + i;", "kCount * unit;"),
+    (EIGHT, ORDER, "pick(a + 2, i % 2), pick(b", "pick(a, i % 2), pick(b"),
+    (EIGHT, ORDER, "factors[block * factors_pitch + row]", "factors[block * factors_pitch]"),
+    (EIGHT, ORDER, "kCount * unit + i;", "kCount * unit;"),
 ]
 
 

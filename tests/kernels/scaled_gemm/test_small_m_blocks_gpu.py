@@ -1,4 +1,4 @@
-"""Few rows with ue8m0 scales that multiply the sums of their block, on a GPU: every kernel against float64."""
+"""Few rows with block scales that multiply the sums of their block, on a GPU: every kernel against float64."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_all_codes_multiply_within_the_stated_bound(pair: tuple[OperandFormat, O
 
 
 def test_every_scale_is_the_power_that_it_stands_for() -> None:
-    # One value that is not zero in each block: products of powers of two, which float32 has.
+    # One value that is not zero in each row of weights: products of powers of two, which float32 has.
     m, k, n = 16, 8192, 256
     a, b = operand(E4M3, m, k, 1), operand(MX8, n, k, 2)
     one = torch.zeros(m, k, dtype=torch.uint8, device="cuda")
@@ -90,10 +90,8 @@ def test_every_scale_is_the_power_that_it_stands_for() -> None:
         wanted = torch.ldexp(torch.ones(n, dtype=torch.float64), torch.arange(n) - 127).float().cuda()
         assert torch.equal(got[:, :255], wanted[None, :255].expand(m, 255)), config.name
         assert bool(got[:, 255].isnan().all())
-    x = replace(operand(MX8, m, k, 1), packed_data=one, blocks=codes[:m].flip(0).contiguous())
-    x = replace(
-        x, blocks=torch.arange(m, device="cuda", dtype=torch.uint8)[:, None].expand(m, k // 32).contiguous() * 17
-    )
+    powers = (torch.arange(m, device="cuda") * 17).to(torch.uint8)[:, None].expand(m, k // 32).contiguous()
+    x = replace(operand(MX8, m, k, 1), packed_data=one, blocks=powers)
     plain = replace(b, blocks=torch.full_like(codes, 127))
     for config in candidates(16, MX8, MX8, block_sums=True):
         got = run(x, plain, config, torch.empty(m, n, device="cuda"))
