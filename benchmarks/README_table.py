@@ -17,7 +17,7 @@ COLUMNS = ("magicube", "dense", "scipy CSR float32", "torch CSR float32")
 DLMC, LLM, COSTS, COMPENSATED = "dlmc", "llm", "one-time-costs", "compensated"
 FLOATS, ATTENTION, CHOOSE, GEMM, GEMM_H100 = "floats", "attention", "choose", "gemm", "gemm on an H100"
 FLOAT_FORMATS = ("e5m2", "e4m3", "e3m2", "e2m3", "e2m1")
-LLM_DENSE = ("dense fp16", "dense int8", "dense fp8", "magicube dense int8")
+DLMC_DENSE = LLM_DENSE = ("dense fp16", "dense int8", "dense fp8", "magicube dense int8")
 GPU_BASELINES = ("dense fp16", "dense int8", "dense fp8", "magicube dense int8", "2:4 int8", "BSR fp16 32",
                  "Blocked-ELL int8 16")  # fmt: skip
 
@@ -180,6 +180,36 @@ def _dlmc_floats(results: dict[str, Any]) -> list[str]:
     return [*lines, ""]
 
 
+def _dlmc_fastest(results: dict[str, Any]) -> list[str]:
+    """Speed-ups of L8-R8, V = 8, N = 256 over the fastest dense product of each shape, behind another kernel."""
+    ratios: dict[float, tuple[list[float], list[float]]] = {}
+    for row in results["spmm"]:
+        if (row.get("pair"), row["v"], row["n"]) != ("L8-R8", 8, 256):
+            continue
+        behind, loop = (
+            [row[f"{kind}times {name}"] for name in DLMC_DENSE if f"{kind}times {name}" in row]
+            for kind in ("behind: ", "")
+        )
+        if behind:
+            found = ratios.setdefault(results["matrices"][row["matrix"]]["target"], ([], []))
+            found[0].append(min(behind))
+            found[1].append(min(loop))
+    if not ratios:
+        return []
+    lines = [
+        f"SpMM, L8-R8, V = 8, N = 256, against the fastest of {', '.join(DLMC_DENSE)} for each matrix, behind another "
+        "kernel and in a loop: geometric mean and range, and the share of matrices that take longer behind:",
+        "",
+        "| sparsity of the folder | matrices | behind | in a loop | slower |",
+        "|---" * 5 + "|",
+    ]
+    for target, (after, loops) in sorted(ratios.items()):
+        slower = sum(ratio < 1 for ratio in after) / len(after)
+        cells = (str(len(after)), _ratio_cell(after), _ratio_cell(loops), f"{slower:.0%}")
+        lines.append(f"| {target:g} | " + " | ".join(cells) + " |")
+    return [*lines, ""]
+
+
 def render_dlmc(results: dict[str, Any]) -> str:
     """Speed-ups by sparsity in Markdown, the figures, how many of the matrices lose, and skewed rows."""
     lines = [f"{_machine(results)}; {len(results['matrices'])} matrices, {results['setting']['us']}.", ""]
@@ -204,6 +234,7 @@ def render_dlmc(results: dict[str, Any]) -> str:
         lines += ["", f"{slower} of these {len(rows)} products take longer than the dense one."]
         failures = [row for row in results[kind] if "failure" in row]
         lines += [f"{len(failures)} more failed.", ""] if failures else [""]
+    lines += _dlmc_fastest(results)
     lines += _dlmc_floats(results)
     lines += ["![sparsity from which on ours is faster](../images/break_even.png)", ""]
     ratios = [row for row in results["skew"] if "ratio" in row]
@@ -347,8 +378,10 @@ def render_choose(results: dict[str, Any]) -> str:
     """How near the picks of the cost model as it is come to the best config, for each pair of widths."""
     import choose
 
-    judged = "".join(f"* {choose.judge(results, widths)}\n" for widths in choose.WIDTHS)
-    return f"{_machine(results)}; products that the constants were not fitted to:\n\n{judged}"
+    judged = [choose.judge(results, widths) for widths in choose.WIDTHS]
+    judged.append(choose.judge(results, choose.BASE, matrices=True))
+    lines = "".join(f"* {line}\n" for line in judged)
+    return f"{_machine(results)}; products that the constants were not fitted to:\n\n{lines}"
 
 
 def render_compensated(results: dict[str, Any]) -> str:

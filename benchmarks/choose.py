@@ -1,8 +1,9 @@
-"""How good the choice of a kernel is: every config that it weighs, timed on random shapes.
+"""How good the choice of a kernel is: every config that it weighs, timed on random shapes and on DLMC's matrices.
 
-Writes ``benchmarks/results/choose_h200.json``: microseconds of each config for each case.  The cost model may be fitted
-to the cases with ``held_out`` false; ``--judge`` judges it by the others, on any machine.  Several GPUs share the work:
-a process each with ``--part 1/N`` to ``N/N`` and an ``--out`` of its own, then ``--join`` of those files.
+Writes ``benchmarks/results/choose_h200.json``: microseconds of each config for each case, behind another kernel.  The
+cost model may be fitted to the cases with ``held_out`` false; ``--judge`` judges it by the others, on any machine.
+Matrices are those of ``dlmc.py``, of the folder ``MAGICUBE_DATA`` (or ``../shared/data``).  Several GPUs share the
+work: a process each with ``--part 1/N`` to ``N/N`` and an ``--out`` of its own, then ``--join`` of those files.
 Run: ``PYTHONPATH=. python benchmarks/choose.py [--cases N] [--part I/N] [--join FILE ...] [--out FILE] [--judge]``.
 """
 
@@ -13,13 +14,15 @@ import json
 import random
 import re
 from collections.abc import Collection, Sequence
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
+from harness.dlmc_data import Matrix, of_length, sample
 from harness.gpu_data import OUT_NAME, Shape, Widths, check, compile_ahead, make_product, one_line, uniform
-from harness.gpu_timing import Call, replays
+from harness.gpu_timing import Call, behind
 from harness.machine import gpu_machine
 from rich.progress import track
 
@@ -31,7 +34,8 @@ from magicube_cutlass.dispatch.machine import get_machine
 from magicube_cutlass.dispatch.plan import size_bucket
 
 RESULTS = Path(__file__).resolve().parent / "results"
-WIDTHS = (Widths(8, 8), Widths(16, 8), Widths(16, 16), Widths(8, 4), Widths(4, 4))
+BASE = Widths(8, 8)
+WIDTHS = (BASE, Widths(16, 8), Widths(16, 16), Widths(8, 4), Widths(4, 4))
 VECTOR_LENGTH = 8
 ROWS = (128, 256, 512, 1024, 2048, 4096, 8192, 11008, 14336)
 INNER = (512, 1024, 2048, 2304, 4096, 8192, 11008)
@@ -43,6 +47,8 @@ TABLE = (
     Shape(14336, 4096, 512, 0.9),
 )  # fmt: skip
 SPARSITIES = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98)
+PER_GROUP = 2  # matrices of a model, method and sparsity: one to fit, one held out
+MATRIX_COLUMNS = (256, 128, 512)  # the matrices take turns in the last two
 MOST_WORK = 2**37  # M K N of a case, so that the run stays short
 
 
@@ -57,12 +63,24 @@ def shapes(count: int, seed: int, known: Collection[Shape] = ()) -> list[Shape]:
     return list(found)
 
 
-class Trial(NamedTuple):
+@dataclass(frozen=True)
+class Trial:
     """A product to be timed; ``held_out``: the cost model may not be fitted to it."""
 
     held_out: bool
     widths: Widths
     shape: Shape
+    matrix: Matrix | None = None
+
+    @cached_property
+    def pattern(self) -> mc.Pattern:
+        if self.matrix is None:
+            return uniform(self.shape, VECTOR_LENGTH)
+        return of_length(mc.read_smtx(self.matrix.path), VECTOR_LENGTH)
+
+    @property
+    def problem(self) -> Problem:
+        return problem(self.pattern, self.shape.n)
 
 
 def plan(cases: int) -> list[Trial]:
@@ -79,21 +97,38 @@ def plan(cases: int) -> list[Trial]:
     return found
 
 
+def matrix_trials(matrices: Sequence[Matrix]) -> list[Trial]:
+    """L8-R8 products of each matrix with two B; the first matrix of each group is to fit, the others held out.
+
+    Those that have as many rows, columns and vectors as one to fit are to fit too.
+    """
+    seen: set[object] = set()
+    found = []
+    for place, matrix in enumerate(matrices):
+        pattern = of_length(mc.read_smtx(matrix.path), VECTOR_LENGTH)
+        group, sizes = (matrix.model, matrix.method, matrix.target), (*pattern.shape, pattern.vectors)
+        held_out = group in seen and sizes not in seen
+        seen |= {group} if held_out else {group, sizes}
+        sparsity = 1 - pattern.vectors / (pattern.vector_rows * pattern.shape[1])
+        for n in (MATRIX_COLUMNS[0], MATRIX_COLUMNS[1 + place % 2]):
+            found.append(Trial(held_out, BASE, Shape(*pattern.shape, n, sparsity), matrix))
+    return found
+
+
 def kind_of(widths: Widths) -> ProblemTypes:
     return ProblemTypes(VECTOR_LENGTH, Integer(widths.left, True), Integer(widths.right, True), OUT_NAME)
 
 
-def problem(shape: Shape) -> Problem:
-    pattern = uniform(shape, VECTOR_LENGTH)
+def problem(pattern: mc.Pattern, n: int) -> Problem:
     longest = int(pattern.row_lengths.max())
-    return Problem(pattern.vector_rows, shape.k, pattern.vectors, longest, size_bucket(shape.n))
+    return Problem(pattern.vector_rows, pattern.shape[1], pattern.vectors, longest, size_bucket(n))
 
 
 def run_case(trial: Trial, machine: Machine) -> dict[str, Any]:
     """Times of every candidate; each output was poisoned, and compared in every element."""
     shape, widths = trial.shape, trial.widths
-    here = problem(shape)
-    product = make_product(uniform(shape, VECTOR_LENGTH), shape.n, widths)
+    here = trial.problem
+    product = make_product(trial.pattern, shape.n, widths)
     calls: dict[str, Call] = {}
     failures: dict[str, str] = {}
     for config in candidates(kind_of(widths), machine, here):
@@ -105,18 +140,22 @@ def run_case(trial: Trial, machine: Machine) -> dict[str, Any]:
             failures[config.name] = one_line(error)
             continue
         calls[config.name] = partial(mc.spmm, product.lhs, product.rhs, out=out, config=config)
-    times = {name: timing.median for name, timing in replays(calls, rounds=5).items()}
+    times = {name: timing.median for name, timing in behind(calls, rounds=5, replay=100.0).items()}
     row = {"held_out": trial.held_out, "widths": [widths.left, widths.right], "m": shape.m, "k": shape.k, "n": shape.n}
     row |= {"sparsity": shape.sparsity, "vectors": here.vectors, "longest": here.longest}
+    row |= {} if trial.matrix is None else {"matrix": trial.matrix.name}
     return {**row, "us": times, "failures": failures}
 
 
-def judge(report: dict[str, Any], widths: Widths, arch: str = "sm_90a") -> str:
-    """How the picks of the present cost model compare with the best of the timed configs, on the cases held out."""
+def judge(report: dict[str, Any], widths: Widths, arch: str = "sm_90a", matrices: bool = False) -> str:
+    """How the picks of the present cost model compare with the best of the timed configs, on the cases held out.
+
+    ``matrices``: on DLMC's instead of the random ones.
+    """
     machine = Machine(arch, report["multiprocessors"])
     ratios, untimed = [], 0
     for case in report["cases"]:
-        if not case["held_out"] or case["widths"] != [widths.left, widths.right]:
+        if not case["held_out"] or case["widths"] != [widths.left, widths.right] or ("matrix" in case) != matrices:
             continue
         here = Problem(
             -(-case["m"] // VECTOR_LENGTH),
@@ -131,8 +170,9 @@ def judge(report: dict[str, Any], widths: Widths, arch: str = "sm_90a") -> str:
         else:
             ratios.append(pick / min(case["us"].values()))
     near = sum(ratio <= 1.1 for ratio in ratios)
+    what = f"{widths}, matrices of DLMC" if matrices else str(widths)
     return (
-        f"{widths}, {len(ratios)} cases: {near} picks within 10% of the best, the worst takes "
+        f"{what}, {len(ratios)} cases: {near} picks within 10% of the best, the worst takes "
         f"{max(ratios, default=1):.2f} times as long; {untimed} picks were not timed"
     )
 
@@ -158,11 +198,11 @@ def main() -> None:
         arguments.out.write_text(json.dumps(joined(arguments.join), indent=1) + "\n")
     if arguments.judge or arguments.join:
         report = json.loads(arguments.out.read_text())
-        print(*(judge(report, widths) for widths in WIDTHS), sep="\n")
+        print(*(judge(report, widths) for widths in WIDTHS), judge(report, BASE, matrices=True), sep="\n")
         return
     machine = get_machine(torch.cuda.current_device())
-    trials = plan(arguments.cases)[int(found[1]) - 1 :: int(found[2])]
-    configs = (config for each in trials for config in candidates(kind_of(each.widths), machine, problem(each.shape)))
+    trials = [*plan(arguments.cases), *matrix_trials(sample(PER_GROUP))][int(found[1]) - 1 :: int(found[2])]
+    configs = (config for each in trials for config in candidates(kind_of(each.widths), machine, each.problem))
     compile_ahead(configs)
     cases: list[dict[str, Any]] = []
     facts = {"machine": gpu_machine(), "unit": "us", "multiprocessors": machine.num_sms}

@@ -34,6 +34,7 @@ from harness.gpu_baselines import (
     calls_of,
     csr_half,
     dense_half,
+    gemm_configs,
     own_floats,
     prepare,
     torch_bsr,
@@ -41,7 +42,6 @@ from harness.gpu_baselines import (
 from harness.gpu_data import Shape, Widths, chosen, chosen_for, compile_ahead, make_product, one_line, uniform
 from harness.gpu_dlmc import (
     DENSE,
-    USUAL,
     DenseTimes,
     checked_spmm,
     run_sddmm,
@@ -100,6 +100,7 @@ def all_configs(
     patterns: dict[Matrix, mc.Pattern], first: list[Matrix], tops: list[Matrix], pairs: tuple[Widths, ...] | None
 ) -> Iterator[Source]:
     """Every kernel that the run will use."""
+    yield from gemm_configs()
     for matrix, pattern in patterns.items():
         for v in VECTORS:
             there = of_length(pattern, v)
@@ -208,7 +209,7 @@ def run_break_even(sizes: tuple[int, int, int], v: int, dense: DenseTimes) -> di
     return {
         "shape": list(sizes),
         "v": v,
-        "break_even": {what: meeting(points, f"times {what}") for what in (*dense.names, "the best")},
+        "break_even": {what: meeting(points, f"times {what}") for what in (*DENSE, "the best")},
         "points": points,
     }
 
@@ -265,6 +266,7 @@ def measure_figures(matrix: Matrix, pattern: mc.Pattern, dense: DenseTimes) -> R
 
 def figure_configs(patterns: dict[Matrix, mc.Pattern]) -> Iterator[Source]:
     """Every kernel of :func:`measure_figures`."""
+    yield from gemm_configs()
     for pattern in patterns.values():
         there = of_length(pattern, 8)
         yield from (chosen(there, FIGURES, pair) for pair in (BASE, *PAIRS))
@@ -275,7 +277,7 @@ def run_gpu(matrices: list[Matrix], args: Namespace, start: float) -> None:
     """Measure, each matrix once; the second matrices of the groups come last."""
     named = pairs_of(args.pairs)
     pairs = None if named is None else tuple(Widths(*pair) for pair in named)
-    dense = DenseTimes(tuple(DENSE) if args.figures else USUAL)
+    dense = DenseTimes()
     out, end = args.out or results_file("dlmc_figures" if args.figures else "dlmc"), start + args.seconds
     results: dict[str, Any] = {
         "machine": gpu_machine(),

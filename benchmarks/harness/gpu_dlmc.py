@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import magicube_cutlass as mc
-from harness.gpu_baselines import Baseline, dense_fp8, dense_half, dense_int8
+from harness.gpu_baselines import Baseline, dense_fp8, dense_half, dense_int8, own_dense
 from harness.gpu_data import OUT, Product, Widths, check, make_product, narrowed, one_line, ran
 from harness.gpu_results import rounded
 from harness.gpu_sddmm import checked_sddmm, chosen_sddmm
@@ -20,8 +20,8 @@ DENSE: dict[str, Callable[[Product], Baseline]] = {
     "dense fp16": partial(dense_half, dtype=torch.float16),
     "dense int8": dense_int8,
     "dense fp8": dense_fp8,
+    "magicube dense int8": own_dense,
 }
-USUAL = ("dense fp16", "dense int8")
 
 
 @dataclass(frozen=True)
@@ -58,10 +58,9 @@ def spmm_products(pattern: mc.Pattern, columns: tuple[int, ...], widths: Widths)
 
 
 class DenseTimes:
-    """Times of the dense products ``names``, each measured once for a shape; their errors and failures."""
+    """Times of the dense products, each measured once for a shape; their errors and failures."""
 
-    def __init__(self, names: tuple[str, ...] = USUAL) -> None:
-        self.names = names
+    def __init__(self) -> None:
         self.rows: dict[tuple[int, ...], dict[str, Any]] = {}
 
     def of(self, shape: tuple[int, int, int], product: Product) -> dict[str, Any]:
@@ -69,9 +68,9 @@ class DenseTimes:
         if shape not in self.rows:
             row: dict[str, Any] = {"shape": list(shape)}
             baselines: dict[str, Baseline] = {}
-            for name in self.names:
+            for name, make in DENSE.items():
                 try:
-                    baselines[name] = DENSE[name](product)
+                    baselines[name] = make(product)
                     row[f"{name} error"] = rounded(baselines[name].error())
                 except Exception as error:  # a baseline that cannot is a result
                     baselines.pop(name, None)

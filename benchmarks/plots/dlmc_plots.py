@@ -60,7 +60,7 @@ def draw_speed_ups(results: dict[str, Any], kind: str, size: str, machine: str) 
 
 
 def draw_break_even(results: dict[str, Any], machine: str) -> Figure:
-    """The sparsity from which on ours is faster than the better of dense fp16 and int8, a row per shape."""
+    """The sparsity from which on ours is faster than the fastest dense product, a row per shape."""
     cases = results["break_even"]
     shapes = list(dict.fromkeys(tuple(case["shape"]) for case in cases))
     lengths = sorted({case["v"] for case in cases})
@@ -78,7 +78,7 @@ def draw_break_even(results: dict[str, Any], machine: str) -> Figure:
     axes.set(
         xlabel="break-even sparsity (share of zeros); faster to the right", ylabel="M x K x N", xlim=(low - 0.02, 1)
     )
-    axes.set_title("8-bit SpMM against the better of dense fp16 and int8")
+    axes.set_title("8-bit SpMM against the fastest dense product")
     axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1))
     note(figure, machine)
     return figure

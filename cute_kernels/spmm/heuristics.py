@@ -222,7 +222,7 @@ def spmm_cost(config: SpmmKernel, machine: Machine, problem: Problem) -> float:
     >>> from cute_kernels.dtypes import Integer
     >>> config = GatherConfig("s8_m16n8k32", 8, Integer(8, True), Integer(8, True), "float16")
     >>> round(spmm_cost(config, Machine("sm_90a", 132), Problem(512, 4096, 512 * 410, 460, 512)) / 1e3)  # us
-    19
+    17
     """
     if isinstance(config, PanelConfig):
         return panel_cost(config, machine, problem)
@@ -233,10 +233,10 @@ def spmm_cost(config: SpmmKernel, machine: Machine, problem: Problem) -> float:
 
 def _gathers(base: GatherConfig) -> list[SpmmKernel]:
     """Return gather configs with one or several warps per vector row, and wide N tiles if the registers allow them."""
-    found = [base, replace(base, split_k_warps=4), replace(base, split_k_warps=8, warps=8, stages=2)]
+    eight = replace(base, warps=8)
+    found = [base, eight, replace(base, split_k_warps=4), replace(eight, split_k_warps=8, stages=3)]
     if not base.int64_accum and base.vector_length * base.digits[0] * base.digits[1] <= 16:
-        large = replace(base, tile_n_bytes=128, stages=3)
-        found += [large, replace(large, split_k_warps=2), replace(large, split_k_warps=4, stages=2)]
+        found.append(replace(eight, tile_n_bytes=128, stages=2))
     return [config for config in found if config.fits]
 
 

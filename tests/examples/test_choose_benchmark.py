@@ -40,7 +40,7 @@ def test_parts_come_together(tmp_path: Path) -> None:
 
 def test_a_wrong_pick_counts() -> None:
     shape = Shape(4096, 4096, 512, 0.9)
-    here = script.problem(shape)
+    here = script.Trial(True, script.BASE, shape).problem
     machine = script.Machine("sm_90a", 132)
     widths = script.WIDTHS[0]
     configs = script.candidates(script.kind_of(widths), machine, here)
