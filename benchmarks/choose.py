@@ -140,7 +140,7 @@ def run_case(trial: Trial, machine: Machine) -> dict[str, Any]:
             failures[config.name] = one_line(error)
             continue
         calls[config.name] = partial(mc.spmm, product.lhs, product.rhs, out=out, config=config)
-    times = {name: timing.median for name, timing in behind(calls, rounds=5, replay=100.0).items()}
+    times = {name: timing.median for name, timing in behind(calls, rounds=7, replay=100.0).items()}
     row = {"held_out": trial.held_out, "widths": [widths.left, widths.right], "m": shape.m, "k": shape.k, "n": shape.n}
     row |= {"sparsity": shape.sparsity, "vectors": here.vectors, "longest": here.longest}
     row |= {} if trial.matrix is None else {"matrix": trial.matrix.name}

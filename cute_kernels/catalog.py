@@ -36,7 +36,7 @@ def default_configs(all: bool = False, arch: str = "sm_90a") -> Iterator[SpmmKer
     Examples
     --------
     >>> next(default_configs()).name
-    'spmm_gather-s8_m16n8k32-v8-s16xs16-float16-b64s3w8r8'
+    'spmm_gather-s8_m16n8k32-v8-s16xs16-float16-b64s4w4r4'
     """
     machine = Machine(arch, 132)
     lengths = (1, 2, 4, 8, 16, 32) if all else (8,)

@@ -65,22 +65,22 @@ class Problem:
 class PanelModel:
     """Cost model of the panel kernel: nanoseconds per part on one SM."""
 
-    launch: float = 1619.0
-    block: float = 956.4  # prologue and epilogue of a CTA
-    byte: float = 0.003103  # of a tile, if all SMs load
-    row: float = 0.3802  # of B, of any width but 32 bytes
-    half: float = 0.6756  # of B's rows of 32 bytes
+    launch: float = 1698.0
+    block: float = 713.0  # prologue and epilogue of a CTA
+    byte: float = 0.00393  # of a tile, if all SMs load
+    row: float = 0.335  # of B, of any width but 32 bytes
+    half: float = 1.1  # of B's rows of 32 bytes
     chunk: float = 5.53  # MMA of 16 bytes of a group's rows without bank conflicts, for one warp of 16
-    flight: float = 175.5  # latency of a tile from L2, divided by the tiles in flight
-    conflict: float = 6.265  # vectors per window below which the wavefronts of a read double
-    result: float = 0.5536  # store, per byte of a vector row in an N tile
-    narrow: float = 1.469  # of a chunk, in rows of at most 64 bytes
-    ahead: float = 0.8275  # of a chunk, with more than two records in flight
+    flight: float = 198.0  # latency of a tile from L2, divided by the tiles in flight
+    conflict: float = 10.2  # vectors per window below which the wavefronts of a read double
+    result: float = 0.498  # store, per byte of a vector row in an N tile
+    narrow: float = 1.43  # of a chunk, in rows of at most 64 bytes
+    ahead: float = 0.883  # of a chunk, with more than two records in flight
     tail: float = 200.0  # of a group of the longest vector row, beyond a mean one
     # (warps, vector rows per warp) -> multiplier of a chunk
     share: tuple[tuple[tuple[int, int], float], ...] = (
-        ((16, 1), 0.5165), ((15, 2), 0.4922), ((14, 2), 0.5247), ((13, 2), 0.554), ((11, 4), 0.603),
-        ((11, 3), 0.5772), ((11, 2), 0.5487), ((8, 2), 0.6855), ((11, 1), 0.545), ((8, 1), 0.597), ((7, 1), 0.5781),
+        ((16, 1), 0.563), ((15, 2), 0.564), ((14, 2), 0.595), ((13, 2), 0.633), ((11, 4), 0.645), ((11, 3), 0.617),
+        ((11, 2), 0.599), ((8, 2), 0.763), ((11, 1), 0.614), ((8, 1), 0.735), ((7, 1), 0.707),
     )  # fmt: skip
 
 
@@ -88,12 +88,12 @@ class PanelModel:
 class GatherModel:
     """Cost model of the gather kernel: nanoseconds per part."""
 
-    launch: float = 809.8
-    warp: float = 901.5  # prologue and epilogue of a warp
-    group: float = 250.0  # latency for a single warp
-    crowd: float = 686.9  # added per group if 32 warps of an SM load
-    team: float = 365.1  # split-K reduction of five warps, 64 columns
-    result: float = 0.000677
+    launch: float = 620.6
+    warp: float = 1271.0  # prologue and epilogue of a warp
+    group: float = 208.3  # latency for a single warp
+    crowd: float = 979.0  # added per group if 32 warps of an SM load
+    team: float = 377.1  # split-K reduction of five warps, 64 columns
+    result: float = 0.000334
 
 
 @dataclass(frozen=True)

@@ -47,8 +47,9 @@ def _longest(mean: float, longest: int) -> float:
 def gather_cost(config: GatherConfig, machine: Machine, problem: Problem) -> float:
     """Predict the time of the gather kernel in nanoseconds.
 
-    ``launch + waves * (warp + groups * step) + tail + epilogue``: each warp multiplies the groups of one vector row.
-    The tail is the longest vector row. The constants are those of ``machine.gather``.
+    ``launch + waves * (warp + groups * step) + tail + epilogue``: each warp multiplies the groups of one vector row. A
+    step is longer the more warps the SM with the most CTAs has. The tail is the longest vector row. The constants are
+    those of ``machine.gather``.
     """
     model = machine.gather
     tiles = -(-problem.n // config.tile_n) * problem.batch
@@ -56,19 +57,26 @@ def gather_cost(config: GatherConfig, machine: Machine, problem: Problem) -> flo
     blocks = min(SHARED_BYTES // (config.smem_bytes + 1024), 65536 // (registers * config.threads))
     resident = min(blocks * config.warps, 64) * machine.num_sms
     full = problem.vector_rows * tiles * config.split_k_warps / resident
+    ctas = -(-problem.vector_rows * config.split_k_warps // config.warps) * tiles
+    warps = min(resident / machine.num_sms, -(-ctas // machine.num_sms) * config.warps)  # of the SM that has most
     mean = problem.vectors / max(problem.vector_rows, 1)
     groups = mean / (config.mma_k * config.split_k_warps) + 0.5
     # Vector rows longer than in a uniform pattern extend the tail. All warps of a CTA share long ones.
     longest = _longest(mean, problem.longest) / config.mma_k
     is_long = config.shares_long_rows and longest > long_groups(problem.vectors // config.mma_k, problem.vector_rows)
     longest = longest / (config.warps if is_long else config.split_k_warps) + 0.5
-    crowd = model.crowd * max(config.tile_n_bytes, 64) / 64 * min(1.0, full) * resident / machine.num_sms / 32
+    crowd = model.crowd * max(config.tile_n_bytes, 64) / 64 * warps / 32
     products = config.digits[0] * config.digits[1] * max(config.vector_length / 8, 1.0)
     products *= config.tile_n / config.tile_n_bytes
     step = model.group + crowd * max(1.0, 0.5 + 0.5 * products)
     team = model.team * (config.split_k_warps - 1) / 4 * config.tile_n / 64
-    warps = max(1.0, full) * (model.warp + groups * step + team) + (longest - groups) * step
-    return model.launch + warps + model.result * problem.vector_rows * 8 * problem.n
+    rows = max(1.0, full) * (model.warp + groups * step + team) + (longest - groups) * step
+    return model.launch + rows + model.result * problem.vector_rows * 8 * problem.n
+
+
+def transpose_cost(size: int) -> float:
+    """Predict the time in nanoseconds of the launch that transposes `size` bytes of results."""
+    return _TRANSPOSE_LAUNCH + _TRANSPOSE_BYTE * size
 
 
 def resident_cost(config: ResidentConfig, machine: Machine, problem: Problem) -> float:
@@ -86,3 +94,6 @@ def resident_cost(config: ResidentConfig, machine: Machine, problem: Problem) ->
     fill = model.fill * config.tile * config.tile_n_bytes
     team = model.team if config.cluster > 1 else 0.0
     return model.launch + waves * (model.byte * records * config.record_bytes + fill) + team
+
+
+_TRANSPOSE_LAUNCH, _TRANSPOSE_BYTE = 1600.0, 0.0005  # H200, behind another kernel: 0.05 to 120 MB

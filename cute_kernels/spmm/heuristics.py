@@ -17,7 +17,8 @@ from cute_kernels.machine import (
     ProblemTypes,
     outgrows,
 )
-from cute_kernels.spmm.cost import gather_cost, panel_cost, resident_cost
+from cute_kernels.spmm.config import OUT_BYTES
+from cute_kernels.spmm.cost import gather_cost, panel_cost, resident_cost, transpose_cost
 from cute_kernels.spmm.gather import GatherConfig
 from cute_kernels.spmm.panel import PanelConfig
 from cute_kernels.spmm.resident import ResidentConfig
@@ -75,6 +76,10 @@ def choose_spmm(
     if transposes:
         found = _transposing(found, problem.n)
     costs = {config: spmm_cost(config, machine, problem) for config in found}
+    if transposes:
+        results = kind.vector_length * problem.vector_rows * problem.n * problem.batch
+        after = transpose_cost(results * OUT_BYTES[kind.out])
+        costs = {config: cost if config.transposed else cost + after for config, cost in costs.items()}
     return min(costs, key=lambda config: costs[config])
 
 
@@ -222,7 +227,7 @@ def spmm_cost(config: SpmmKernel, machine: Machine, problem: Problem) -> float:
     >>> from cute_kernels.dtypes import Integer
     >>> config = GatherConfig("s8_m16n8k32", 8, Integer(8, True), Integer(8, True), "float16")
     >>> round(spmm_cost(config, Machine("sm_90a", 132), Problem(512, 4096, 512 * 410, 460, 512)) / 1e3)  # us
-    17
+    19
     """
     if isinstance(config, PanelConfig):
         return panel_cost(config, machine, problem)
@@ -232,9 +237,12 @@ def spmm_cost(config: SpmmKernel, machine: Machine, problem: Problem) -> float:
 
 
 def _gathers(base: GatherConfig) -> list[SpmmKernel]:
-    """Return gather configs with one or several warps per vector row, and wide N tiles if the registers allow them."""
+    """Return gather configs with one or several warps per vector row, and wide N tiles if the registers allow them.
+
+    Of equal predicted times the first is selected: eight warps, for half the CTAs start sooner.
+    """
     eight = replace(base, warps=8)
-    found = [base, eight, replace(base, split_k_warps=4), replace(eight, split_k_warps=8, stages=3)]
+    found = [eight, base, replace(base, split_k_warps=4), replace(eight, split_k_warps=8, stages=3)]
     if not base.int64_accum and base.vector_length * base.digits[0] * base.digits[1] <= 16:
         found.append(replace(eight, tile_n_bytes=128, stages=2))
     return [config for config in found if config.fits]

@@ -105,12 +105,14 @@ function gatherCost(config, machine, problem, model, sharedBytes) {
   const long = 4 * Math.max(1, ceilDiv(Math.floor(problem.vectors / config.mma_k), Math.max(1, problem.rows)));
   const isLong = config.shares_long_rows && longest > long;
   longest = longest / (isLong ? config.warps : config.split_k_warps) + 0.5;
-  const crowd = ((((model.crowd * Math.max(config.tile_n_bytes, 64)) / 64) * Math.min(1.0, full) * resident) / machine.sms) / 32;
+  const ctas = ceilDiv(problem.rows * config.split_k_warps, config.warps) * tiles;
+  const warps = Math.min(resident / machine.sms, ceilDiv(ctas, machine.sms) * config.warps);  // of the SM that has most
+  const crowd = (((model.crowd * Math.max(config.tile_n_bytes, 64)) / 64) * warps) / 32;
   const products = ((config.digit_products * Math.max(config.vector_length / 8, 1.0)) * config.tile_n) / config.tile_n_bytes;
   const step = model.group + crowd * Math.max(1.0, 0.5 + 0.5 * products);
   const team = (((model.team * (config.split_k_warps - 1)) / 4) * config.tile_n) / 64;
-  const warps = Math.max(1.0, full) * (model.warp + groups * step + team) + (longest - groups) * step;
-  return model.launch + warps + model.result * problem.rows * 8 * problem.n;
+  const rows = Math.max(1.0, full) * (model.warp + groups * step + team) + (longest - groups) * step;
+  return model.launch + rows + model.result * problem.rows * 8 * problem.n;
 }
 
 function residentCost(config, machine, problem, model) {
