@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from statistics import geometric_mean, median
+from statistics import median
 from typing import Any
+
+from harness.dlmc_tables import DENSE_PRODUCTS, render_dlmc
+from harness.tables import machine_line, run_line
 
 from magicube_cutlass.bench.layers import OURS, LayerTimes
 
@@ -17,7 +20,6 @@ COLUMNS = ("magicube", "dense", "scipy CSR float32", "torch CSR float32")
 DLMC, LLM, COSTS, COMPENSATED = "dlmc", "llm", "one-time-costs", "compensated"
 FLOATS, ATTENTION, CHOOSE, GEMM, GEMM_H100 = "floats", "attention", "choose", "gemm", "gemm on an H100"
 FLOAT_FORMATS = ("e5m2", "e4m3", "e3m2", "e2m3", "e2m1")
-DLMC_DENSE = LLM_DENSE = ("dense fp16", "dense int8", "dense fp8", "magicube dense int8")
 GPU_BASELINES = ("dense fp16", "dense int8", "dense fp8", "magicube dense int8", "2:4 int8", "BSR fp16 32",
                  "Blocked-ELL int8 16")  # fmt: skip
 
@@ -31,12 +33,6 @@ def _break_even_line(size: dict[str, Any]) -> str:
     return f"Density at which it takes as long as the dense product, n = {size['n']}: " + ", ".join(parts) + "."
 
 
-def _run(results: dict[str, Any]) -> str:
-    """The date of a run, and its commit, which the oldest results files do not name; a plus sign: it had changes."""
-    date, commit = results["machine"]["date"], results["machine"].get("commit", "not recorded")
-    return f"{date}, commit {commit.removesuffix('+')}{' and changes after it' * commit.endswith('+')}"
-
-
 def render_cpu() -> str:
     """The tables of the CPUs in Markdown: with AMX, with AVX512-VNNI, and with neither."""
     files = [RESULTS / f"cpu_spmm{suffix}.json" for suffix in ("_amx", "", "_avx2")]
@@ -47,7 +43,7 @@ def render(results: dict[str, Any], densities: tuple[float, ...] = ()) -> str:
     """The table in Markdown: all densities, or these."""
     machine = results["machine"]
     lines = [
-        f"{machine['cpu']}, engine path {machine['engine path']}, torch {machine['torch']}, {_run(results)}; "
+        f"{machine['cpu']}, engine path {machine['engine path']}, torch {machine['torch']}, {run_line(results)}; "
         "one thread, V = 8, L8-R8, uniform pattern, n x n times n x n, milliseconds (median).",
         "",
         "| n | density | magicube | fastest dense | its kind | scipy CSR fp32 | torch CSR fp32 |",
@@ -80,7 +76,7 @@ def render_layer_times(results: dict[str, Any]) -> str:
     found = [LayerTimes(row["out"], row["in"], row["tokens"], row["us"], row["median_us"]) for row in rows]
     found = [times for times in found if times.tokens in LAYER_TOKENS]
     ours = [name for name in found[0].us if name.startswith(OURS)]
-    head = f"{machine['cpu']}, engine path {machine['engine path']}, torch {machine['torch']}, {_run(results)}; "
+    head = f"{machine['cpu']}, engine path {machine['engine path']}, torch {machine['torch']}, {run_line(results)}; "
     head += f"{results['setting']['threads']} thread, microseconds ({results['setting']['time'].partition(': ')[2]})."
     cells = [
         [f"{times.out} x {times.inner}", str(times.tokens), f"{times.baseline} {times.us[times.baseline]:.1f}",
@@ -102,7 +98,7 @@ def _microseconds(row: dict[str, Any] | None, bold: bool = False) -> str:
 def render_gpu(results: dict[str, Any]) -> str:
     """The table of GPU products in Markdown: medians of launches in a CUDA graph, microseconds."""
     lines = [
-        f"{_machine(results)}; SpMM, L8-R8, "
+        f"{machine_line(results)}; SpMM, L8-R8, "
         "V = 8, uniform pattern, float16 output with fused scales, microseconds behind another kernel and, in "
         "brackets, in a loop (medians, CUDA graph, operands in L2 where they fit). The fastest product of the same "
         "matrix is bold; 2:4 and blocks are other matrices.",
@@ -143,131 +139,23 @@ def render_gpu(results: dict[str, Any]) -> str:
     )
 
 
-def _machine(results: dict[str, Any]) -> str:
-    machine = results["machine"]
-    return f"{machine['gpu']}, driver {machine['driver']}, torch {machine['torch']}, {_run(results)}"
-
-
-def _ratio_cell(ratios: list[float]) -> str:
-    return f"{geometric_mean(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})" if ratios else "-"
-
-
-def _dlmc_floats(results: dict[str, Any]) -> list[str]:
-    """Products of floats, ours and others', against the dense one, by sparsity; nothing where none was measured."""
-    times: dict[int, dict[str, float]] = {}
-    for row in results["others"]:
-        if "us" in row:
-            times.setdefault(row["matrix"], {})[row["name"]] = row["us"]
-    base = "dense fp16"
-    kinds = list(dict.fromkeys(name for row in times.values() for name in row if name != base))
-    targets = sorted({results["matrices"][matrix]["target"] for matrix in times})
-    if not targets:
-        return []
-    n = ", ".join(str(x) for x in sorted({row["n"] for row in results["others"]}))
-    lines = [
-        f"SpMM of floats, V = 8, N = {n}, {len(times)} of the matrices, times as fast as dense fp16: geometric mean "
-        "and range; other libraries have the same elements, as CSR or in dense blocks:",
-        "",
-        "| sparsity of the folder | " + " | ".join(kinds) + " |",
-        "|---" * (len(kinds) + 1) + "|",
-    ]
-    for target in targets:
-        of_target = [row for matrix, row in times.items() if results["matrices"][matrix]["target"] == target]
-        cells = (
-            _ratio_cell([row[base] / row[kind] for row in of_target if kind in row and base in row]) for kind in kinds
-        )
-        lines.append(f"| {target:g} | " + " | ".join(cells) + " |")
-    return [*lines, ""]
-
-
-def _dlmc_fastest(results: dict[str, Any]) -> list[str]:
-    """Speed-ups of L8-R8, V = 8, N = 256 over the fastest dense product of each shape, behind another kernel."""
-    ratios: dict[float, tuple[list[float], list[float]]] = {}
-    for row in results["spmm"]:
-        if (row.get("pair"), row["v"], row["n"]) != ("L8-R8", 8, 256):
-            continue
-        behind, loop = (
-            [row[f"{kind}times {name}"] for name in DLMC_DENSE if f"{kind}times {name}" in row]
-            for kind in ("behind: ", "")
-        )
-        if behind:
-            found = ratios.setdefault(results["matrices"][row["matrix"]]["target"], ([], []))
-            found[0].append(min(behind))
-            found[1].append(min(loop))
-    if not ratios:
-        return []
-    lines = [
-        f"SpMM, L8-R8, V = 8, N = 256, against the fastest of {', '.join(DLMC_DENSE)} for each matrix, behind another "
-        "kernel and in a loop: geometric mean and range, and the share of matrices that take longer behind:",
-        "",
-        "| sparsity of the folder | matrices | behind | in a loop | slower |",
-        "|---" * 5 + "|",
-    ]
-    for target, (after, loops) in sorted(ratios.items()):
-        slower = sum(ratio < 1 for ratio in after) / len(after)
-        cells = (str(len(after)), _ratio_cell(after), _ratio_cell(loops), f"{slower:.0%}")
-        lines.append(f"| {target:g} | " + " | ".join(cells) + " |")
-    return [*lines, ""]
-
-
-def render_dlmc(results: dict[str, Any]) -> str:
-    """Speed-ups by sparsity in Markdown, the figures, how many of the matrices lose, and skewed rows."""
-    lines = [f"{_machine(results)}; {len(results['matrices'])} matrices, {results['setting']['us']}.", ""]
-    for kind, size in (("spmm", "n"), ("sddmm", "inner")):
-        rows = [row for row in results[kind] if row.get("pair") == "L8-R8" and "times dense fp16" in row]
-        lengths = sorted({row["v"] for row in rows})
-        targets = sorted({results["matrices"][row["matrix"]]["target"] for row in rows})
-        lines += [
-            f"{'SpMM' if kind == 'spmm' else 'SDDMM'}, L8-R8, times as fast as dense fp16: geometric mean and range "
-            f"over matrices and {size} = {', '.join(str(x) for x in sorted({row[size] for row in rows}))}:",
-            "",
-            f"![speed-up by sparsity](../images/dlmc_{kind}.png)",
-            "",
-            "| sparsity of the folder | " + " | ".join(f"V = {v}" for v in lengths) + " |",
-            "|---" * (len(lengths) + 1) + "|",
-        ]
-        for target in targets:
-            of_target = [row for row in rows if results["matrices"][row["matrix"]]["target"] == target]
-            cells = (_ratio_cell([row["times dense fp16"] for row in of_target if row["v"] == v]) for v in lengths)
-            lines.append(f"| {target:g} | " + " | ".join(cells) + " |")
-        slower = sum(row["times dense fp16"] < 1 for row in rows)
-        lines += ["", f"{slower} of these {len(rows)} products take longer than the dense one."]
-        failures = [row for row in results[kind] if "failure" in row]
-        lines += [f"{len(failures)} more failed.", ""] if failures else [""]
-    lines += _dlmc_fastest(results)
-    lines += _dlmc_floats(results)
-    lines += ["![sparsity from which on ours is faster](../images/break_even.png)", ""]
-    ratios = [row for row in results["skew"] if "ratio" in row]
-    skewed = [row for row in ratios if row["name"].startswith("5:1")]
-    real = [row["ratio"] for row in ratios if not row["name"].startswith("5:1")]
-    lines += [
-        "Longest vector row five times the shortest: time over that of a uniform pattern with as many vectors:",
-        ", ".join(f"{row['name'].removeprefix('5:1, ')}: {row['ratio']:.2f}" for row in skewed) + ".",
-    ]
-    if real:
-        lost = sum(x > 1.15 for x in real)
-        lines.append(
-            f"The same for {len(real)} of the matrices, N = 512, V = 8: median {median(real):.2f}, {min(real):.2f} to "
-            f"{max(real):.2f}; {lost} lose more than 15%."
-        )
-    return "\n".join(lines)
-
-
 def render_llm(results: dict[str, Any]) -> str:
     """A row a shape: every pair and sparsity of ours, the dense products; the fastest in bold."""
     columns = list(dict.fromkeys((row["pair"], row["sparsity"]) for case in results["cases"] for row in case["ours"]))
     lines = [
-        f"{_machine(results)}; SpMM with V = 8, uniform pattern, float16 output, microseconds, "
+        f"{machine_line(results)}; SpMM with V = 8, uniform pattern, float16 output, microseconds, "
         f"{results['setting']['us']}; the fastest of a row in bold; dense products have B column-major.",
         "",
         "| M x K x N | " + " | ".join(f"{pair}, {sparsity:g}" for pair, sparsity in columns) + " | "
-        + " | ".join(LLM_DENSE) + " |",
-        "|---" * (len(columns) + len(LLM_DENSE) + 1) + "|",
+        + " | ".join(DENSE_PRODUCTS) + " |",
+        "|---" * (len(columns) + len(DENSE_PRODUCTS) + 1) + "|",
     ]  # fmt: skip
     losses: list[float] = []
     for case in results["cases"]:
         rows = {(row["pair"], row["sparsity"]): row for row in case["ours"]}
-        times = [rows.get(column, {}).get("us") for column in columns] + [case["dense"].get(name) for name in LLM_DENSE]
+        times = [rows.get(column, {}).get("us") for column in columns] + [
+            case["dense"].get(name) for name in DENSE_PRODUCTS
+        ]
         best = min((us for us in times if us is not None), default=None)
         cells = ("-" if us is None else f"**{us:.1f}**" if us == best else f"{us:.1f}" for us in times)
         lines.append(f"| {' x '.join(map(str, case['shape']))} | " + " | ".join(cells) + " |")
@@ -306,7 +194,7 @@ def render_costs(results: dict[str, Any]) -> str:
         rows.append((f"{name}, MB", [f"{case['memory'][name] / 1e6:.2f}" for case in cases]))
     products = [f"{case['product_us']:.1f}" if isinstance(case["product_us"], float) else "-" for case in cases]
     rows.append((f"one product, N = {', '.join(str(case['shape'][2]) for case in cases)}, us", products))
-    lines = [f"{_machine(results)}; L8-R8, V = 8; {results['setting']['us']}.", "",
+    lines = [f"{machine_line(results)}; L8-R8, V = 8; {results['setting']['us']}.", "",
              "| | " + " | ".join(head) + " |", "|---" * (len(head) + 1) + "|"]  # fmt: skip
     return "\n".join([*lines, *(f"| {name} | " + " | ".join(cells) + " |" for name, cells in rows)])
 
@@ -334,7 +222,7 @@ def render_floats(results: dict[str, Any]) -> str:
     grid = [[a, *(_microseconds(us.get(f"{a} x {b}")) for b in FLOAT_FORMATS)] for a in FLOAT_FORMATS]
     shapes = [" x ".join(map(str, case["shape"])) for case in cases]
     return "\n".join([
-        f"{_machine(results)}; microseconds, {results['setting']['us']}; the error is that at {shapes[0]}.", "",
+        f"{machine_line(results)}; microseconds, {results['setting']['us']}; the error is that at {shapes[0]}.", "",
         *_grid(["M x K x N", *shapes, "error"], rows), "",
         f"All pairs at {' x '.join(map(str, pairs['shape']))}, left formats down:", "",
         *_grid(["", *FLOAT_FORMATS], grid),
@@ -348,7 +236,7 @@ def render_products(results: dict[str, Any]) -> str:
             for name, row in known[0].items()]  # fmt: skip
     shapes = [" x ".join(map(str, case["shape"])) for case in results["products"]]
     return "\n".join([
-        f"{_machine(results)}; microseconds, {results['setting']['us']}; the error is that at {shapes[0]}.", "",
+        f"{machine_line(results)}; microseconds, {results['setting']['us']}; the error is that at {shapes[0]}.", "",
         *_grid(["M x K x N", *shapes, "error"], rows),
     ])  # fmt: skip
 
@@ -370,7 +258,7 @@ def render_attention(results: dict[str, Any]) -> str:
     known = [{row["name"]: row for row in case["rows"]} for case in results["cases"]]
     head = [f"L = {case['length']}, {case['sparsity']:g}" for case in results["cases"]]
     rows = [[name, *(_microseconds(case.get(name)) for case in known)] for name in known[0]]
-    first = f"{_machine(results)}; {results['setting']['shape']}; microseconds, {results['setting']['us']}."
+    first = f"{machine_line(results)}; {results['setting']['shape']}; microseconds, {results['setting']['us']}."
     return "\n".join([first, "", *_grid(["", *head], rows)])
 
 
@@ -381,7 +269,7 @@ def render_choose(results: dict[str, Any]) -> str:
     judged = [choose.judge(results, widths) for widths in choose.WIDTHS]
     judged.append(choose.judge(results, choose.BASE, matrices=True))
     lines = "".join(f"* {line}\n" for line in judged)
-    return f"{_machine(results)}; products that the constants were not fitted to:\n\n{lines}"
+    return f"{machine_line(results)}; products that the constants were not fitted to:\n\n{lines}"
 
 
 def render_compensated(results: dict[str, Any]) -> str:
@@ -394,7 +282,7 @@ def render_compensated(results: dict[str, Any]) -> str:
             whole = [f"{loop[name]:.0f} ({gpu[name]:.0f})" for name in (tol, f"{tol}, prepared")]
             rows.append([str(case["n"]), tol, *whole, *floats])
     head = "n", "tol", "checked", "checked, B prepared", "torch float32", "torch tf32, unchecked"
-    return "\n".join([f"{_machine(results)}.", "", *_grid([*head], rows)])
+    return "\n".join([f"{machine_line(results)}.", "", *_grid([*head], rows)])
 
 
 SECTIONS = (  # of the guides: name, results file, table, guide

@@ -105,8 +105,9 @@ def test_code_of_the_docs_runs(page: Path) -> None:
         exec(block, scope)
 
 
-def test_benchmark_checks_and_writes_what_the_page_renders(tmp_path: Path) -> None:
+def test_benchmark_checks_and_writes_what_the_page_renders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("scipy")
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     out = tmp_path / "cpu.json"
     script("benchmarks/cpu_spmm.py", "--quick", "--out", out)
     table = load(ROOT / "benchmarks" / "README_table.py")
@@ -127,7 +128,8 @@ def test_the_choice_is_near_the_best_config_that_was_timed() -> None:
     assert int(found[1]) >= 50 and int(found[2]) >= 0.9 * int(found[1]) and float(found[3]) <= 1.5
 
 
-def test_the_pages_on_performance_show_the_results_files() -> None:
+def test_the_pages_on_performance_show_the_results_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     table = load(ROOT / "benchmarks" / "README_table.py")
     cpu, gpu = ((ROOT / "docs" / "performance" / f"{name}.md").read_text() for name in ("cpu", "gpu"))
     assert table.render_cpu() in cpu and table.render_layers() in cpu

@@ -27,6 +27,18 @@ def source(*names: str) -> str:
     return "Source: " + ", ".join(parts) + "."
 
 
+def run_line(run: dict[str, Any]) -> str:
+    """Return date and commit of a results file's run; the oldest files do not name the commit."""
+    date, commit = run["machine"]["date"], run["machine"].get("commit", "not recorded")
+    return f"{date}, commit {commit.removesuffix('+')}{' and changes after it' * commit.endswith('+')}"
+
+
+def machine_line(run: dict[str, Any]) -> str:
+    """Return GPU, driver, torch, date and commit of a results file's run."""
+    machine = run["machine"]
+    return f"{machine['gpu']}, driver {machine['driver']}, torch {machine['torch']}, {run_line(run)}"
+
+
 def grid(head: list[str], rows: list[list[str]]) -> str:
     """Return a Markdown table: text to the left, numbers to the right."""
     columns = zip(*rows, strict=True)
