@@ -32,7 +32,8 @@ class ScaledGemmPlan:
     kernel : str
         ``"torch.matmul"`` or the name of `config`.
     copies : tuple of str
-        Operands whose packed data is copied to 16-byte aligned rows first: ``"a"``, ``"b"``.
+        Operands whose packed data is copied to 16-byte aligned rows first, ``"a"``, ``"b"``, and block or tile scales
+        that are copied to a multiple of 16 bytes, ``"a's scales"``, ``"b's scales"``.
     decoded : tuple of str
         Operands that a kernel of its own dequantizes first, because they are read by many tiles.
     config : ScaledGemmConfig, SmallMConfig or Tcgen05Config, optional

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from cute_kernels.gemm.cuda import row_order
@@ -41,14 +42,23 @@ from cute_kernels.scaled_gemm.tcgen05 import ARCHES, MmaKind
 _ENABLE_TCGEN05 = "MAGICUBE_TCGEN05"
 
 
+def _scales(operand: FloatOperand) -> Tensor | None:
+    """Return block scales (R, blocks) or tile scales (tiles, tiles)."""
+    return operand.blocks if operand.blocks is not None else operand.tiles
+
+
+def _are_ready(scales: Tensor) -> bool:
+    """Whether kernels read these scales where they lie: TMA, from a multiple of 16 bytes."""
+    return scales.is_contiguous() and scales.data_ptr() % 16 == 0
+
+
 def _scale_arguments(operand: FloatOperand) -> tuple[tuple[int, int, int], Tensor | None]:
     """Return address, memory stride and length of a row of block or tile scales, and the tensor that owns them."""
-    found = operand.blocks if operand.blocks is not None else operand.tiles  # (R, blocks) or (tiles, tiles)
+    found = _scales(operand)
     if found is None:
         return (0, 0, 0), None
-    found = found.contiguous()
-    if found.data_ptr() % 16:  # TMA may read them
-        found = found.clone()
+    if not _are_ready(found):
+        found = found.clone(memory_format=torch.contiguous_format)
     return (found.data_ptr(), found.shape[1], found.shape[1]), found
 
 
@@ -151,12 +161,17 @@ def select_scaled_config(problem: ScaledGemmProblem, arch: str, num_sms: int) ->
 
 
 def plan_scaled_gemm(problem: ScaledGemmProblem) -> tuple[Selection, tuple[str, ...]]:
-    """Return the selected kernel and the operands whose packed data is copied; nothing is launched."""
+    """Return the selected kernel and what is copied: packed data of operands, their scales; nothing is launched."""
     selection = select_scaled_config(problem, current_arch(), num_sms(problem.a.device.index))
-    if isinstance(selection.config, Tcgen05Config):
-        return selection, ()
     operands = (("a", problem.a), ("b", problem.b))
-    return selection, tuple(name for name, each in operands if not is_ready(each.packed_data))
+    copied = []
+    if not isinstance(selection.config, Tcgen05Config):
+        copied = [name for name, each in operands if not is_ready(each.packed_data)]
+    for name, each in operands:
+        scales = _scales(each)
+        if scales is not None and not _are_ready(scales):
+            copied.append(f"{name}'s scales")
+    return selection, tuple(copied)
 
 
 def prepared_operands(

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from cute_kernels.jit import Binary
+from cute_kernels.scaled_gemm import cuda
 from cute_kernels.scaled_gemm.api import FloatOperand, check
 from cute_kernels.scaled_gemm.config import OperandFormat
 from cute_kernels.scaled_gemm.cuda import _scale_arguments, check_reads
@@ -85,7 +86,9 @@ def test_a_config_for_other_lengths_is_refused() -> None:
                 check_reads(problem, config)
 
 
-def test_scales_lie_where_the_copy_engine_reads_them() -> None:
+def test_scales_lie_where_the_copy_engine_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "current_arch", lambda: "sm_90a")
+    monkeypatch.setattr(cuda, "num_sms", lambda device: 132)
     blocks = torch.arange(4 * 16, dtype=torch.uint8).view(4, 16)
     moved = torch.empty(4 * 16 + 16, dtype=torch.uint8)[3 : 4 * 16 + 3].view(4, 16).copy_(blocks)
     apart = torch.empty(4, 40, dtype=torch.uint8)[:, 7:23].copy_(blocks)
@@ -95,6 +98,9 @@ def test_scales_lie_where_the_copy_engine_reads_them() -> None:
         (address, *_), owner = _scale_arguments(operand)
         assert owner is not None and torch.equal(owner, blocks) and address == owner.data_ptr()
         assert address % 16 == 0 and (address != given.data_ptr()) == copied
+        x = FloatOperand(torch.zeros(4, 512, dtype=torch.uint8), "e4m3", 512)
+        _, copies = cuda.plan_scaled_gemm(check(x, operand, 1.0, 0.0, None, None, None, torch.float32, False))
+        assert copies == (("b's scales",) if copied else ())
 
 
 CASES = [replace(each, out="float16") for rows, a, b in TAKEN for each in candidates(rows, a, b, block_sums=True)[:-1]]
