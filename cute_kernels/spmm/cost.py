@@ -70,8 +70,8 @@ def gather_cost(config: GatherConfig, machine: Machine, problem: Problem) -> flo
     products *= config.tile_n / config.tile_n_bytes
     step = model.group + crowd * max(1.0, 0.5 + 0.5 * products)
     team = model.team * (config.split_k_warps - 1) / 4 * config.tile_n / 64
-    rows = max(1.0, full) * (model.warp + groups * step + team) + (longest - groups) * step
-    return model.launch + rows + model.result * problem.vector_rows * 8 * problem.n
+    work = max(1.0, full) * (model.warp + groups * step + team) + (longest - groups) * step
+    return model.launch + work + model.result * problem.vector_rows * 8 * problem.n
 
 
 def transpose_cost(size: int) -> float:

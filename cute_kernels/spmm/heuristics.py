@@ -73,13 +73,12 @@ def choose_spmm(
     found = candidates(kind, machine, problem, atom)
     if single_use:
         found = [each for each in found if isinstance(each, GatherConfig)]
+    after = 0.0
     if transposes:
         found = _transposing(found, problem.n)
-    costs = {config: spmm_cost(config, machine, problem) for config in found}
-    if transposes:
         results = kind.vector_length * problem.vector_rows * problem.n * problem.batch
         after = transpose_cost(results * OUT_BYTES[kind.out])
-        costs = {config: cost if config.transposed else cost + after for config, cost in costs.items()}
+    costs = {each: spmm_cost(each, machine, problem) + (0.0 if each.transposed else after) for each in found}
     return min(costs, key=lambda config: costs[config])
 
 

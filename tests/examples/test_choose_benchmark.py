@@ -38,6 +38,21 @@ def test_parts_come_together(tmp_path: Path) -> None:
     assert sorted(report["cases"], key=lambda case: case["m"]) == cases
 
 
+def test_a_matrix_as_large_as_one_to_fit_is_not_held_out(tmp_path: Path) -> None:
+    found = []
+    for name, columns in (("a", "0 1"), ("b", "2 3"), ("c", "1"), ("d", "3")):
+        path = tmp_path / "rn50" / "magnitude_pruning" / "0.5" / f"{name}.smtx"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        count = len(columns.split())
+        path.write_text(f"1, 4, {count}\n0 {count}\n{columns}\n")
+        found.append(script.Matrix.at(path))
+    trials = script.matrix_trials(found)
+    assert [(each.matrix.path.stem, each.held_out) for each in trials if each.matrix and each.shape.n == 256] == [
+        ("a", False), ("b", False), ("c", True), ("d", True),
+    ]  # fmt: skip
+    assert [each.shape.n for each in trials] == [256, 128, 256, 512] * 2
+
+
 def test_a_wrong_pick_counts() -> None:
     shape = Shape(4096, 4096, 512, 0.9)
     here = script.Trial(True, script.BASE, shape).problem
@@ -51,5 +66,8 @@ def test_a_wrong_pick_counts() -> None:
     assert script.judge(report, widths) == (
         "L8-R8, 1 cases: 0 picks within 10% of the best, the worst takes 1.50 times as long; 0 picks were not timed"
     )
+    real = {"multiprocessors": 132, "cases": [{**case, "matrix": "one"}]}
+    assert "L8-R8, 0 cases: 0 picks" in script.judge(real, widths)
+    assert script.judge(real, widths, matrices=True).startswith("L8-R8, matrices of DLMC, 1 cases: 0 picks")
     del case["us"][pick.name]
     assert "0 cases: 0 picks" in script.judge(report, widths) and "1 picks were not" in script.judge(report, widths)

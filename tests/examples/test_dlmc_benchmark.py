@@ -19,6 +19,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import dlmc
 import paper_magicube
+from harness import dlmc_tables
 from harness.blocked_ell import Blocks, half_forms
 from harness.dlmc_data import Journal, listed, pairs_of, sample
 from harness.gpu_data import Widths
@@ -136,6 +137,20 @@ def test_the_page_shows_the_results() -> None:
         assert table in page, mark
     text = [line for line in page.splitlines() if not line.startswith("|")]
     assert len(" ".join(text).split()) <= 1200
+
+
+def test_the_fastest_dense_product_of_each_matrix_counts() -> None:
+    products = [(2.0, 1.25, 0.5), (4.0, 5.0, 8.0)]  # times of dense over ours: fp16, int8, fp8
+    names = ("dense fp16", "dense int8", "dense fp8")
+    rows = [
+        {"pair": "L8-R8", "v": 8, "n": 256, "matrix": i}
+        | {f"behind: times {name}": ratio for name, ratio in zip(names, ratios, strict=True)}
+        | {f"times {name}": 2 * ratio for name, ratio in zip(names, ratios, strict=True)}
+        for i, ratios in enumerate(products)
+    ]
+    others = [rows[0] | {"v": 4}, rows[0] | {"n": 512}, rows[0] | {"pair": "L8-R4"}]
+    results = {"spmm": [*rows, *others], "matrices": [{"target": 0.9}, {"target": 0.9}]}
+    assert dlmc_tables._fastest(results)[4] == "| 0.9 | 2 | 1.41 (0.50 to 4.00) | 2.83 (1.00 to 8.00) | 50% |"
 
 
 def test_the_gpu_s_records_come_together(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

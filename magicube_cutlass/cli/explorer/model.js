@@ -111,8 +111,8 @@ function gatherCost(config, machine, problem, model, sharedBytes) {
   const products = ((config.digit_products * Math.max(config.vector_length / 8, 1.0)) * config.tile_n) / config.tile_n_bytes;
   const step = model.group + crowd * Math.max(1.0, 0.5 + 0.5 * products);
   const team = (((model.team * (config.split_k_warps - 1)) / 4) * config.tile_n) / 64;
-  const rows = Math.max(1.0, full) * (model.warp + groups * step + team) + (longest - groups) * step;
-  return model.launch + rows + model.result * problem.rows * 8 * problem.n;
+  const work = Math.max(1.0, full) * (model.warp + groups * step + team) + (longest - groups) * step;
+  return model.launch + work + model.result * problem.rows * 8 * problem.n;
 }
 
 function residentCost(config, machine, problem, model) {
