@@ -22,7 +22,7 @@ from harness.machine import gpu_machine
 from torch import Tensor
 
 import residual
-from cute_kernels.convert.digits import DigitsConfig, columns_config
+from cute_kernels.convert.digits import columns_config, rows_config
 from cute_kernels.estimate import look, verdict
 from cute_kernels.gemm.config import select_products
 from cute_kernels.gemm.heuristics import candidates
@@ -136,8 +136,8 @@ def configs() -> list[Source]:
     """Every kernel that the checked calls will use."""
     found: list[Source] = [*look.default_configs(), verdict.VerdictConfig()]
     for planes in (2, 3):
-        found += [DigitsConfig("digits_rows", "float32", planes)]
-        found += [columns_config("float32", planes, current_arch(), n) for n in SIZES]
+        for n in SIZES:
+            found += [rows_config("float32", planes, n), columns_config("float32", planes, current_arch(), n)]
     for planes in (1, 2, 3):
         tiles = candidates(select_products(planes, planes, None), current_arch())
         found += [replace(each, out="float32", gated=True).side_by_side for each in tiles]

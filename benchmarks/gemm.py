@@ -20,7 +20,7 @@ from harness.gpu_timing import Call, GpuTiming, measure
 from harness.machine import gpu_machine
 from torch import Tensor
 
-from cute_kernels.convert.digits import Digits, DigitsConfig, columns_config, digits
+from cute_kernels.convert.digits import Digits, columns_config, digits, rows_config
 from cute_kernels.convert.pack import PackConfig
 from cute_kernels.dtypes import REAL_DTYPES
 from cute_kernels.gemm.api import explain_gemm, gemm
@@ -263,7 +263,7 @@ def configs(shapes: tuple[tuple[int, int, int], ...]) -> list[Source]:
     found: list[Source] = [PackConfig("pack_transposed"), PackConfig("pack_strided")]
     for count in (1, 2, 3):
         for source, size in product(("float32", "float16"), (4096, 8192)):
-            found += [DigitsConfig("digits_rows", source, count), columns_config(source, count, arch, size)]
+            found += [rows_config(source, count, size), columns_config(source, count, arch, size)]
     for m, k, n in shapes:
         chosen = [choose(m, n, k, select_products(1, 1, 1), arch)]
         for terms, planes in PLANES.items():

@@ -44,10 +44,12 @@ def _clocks() -> dict[str, str]:
     for _ in range(1200):  # about two seconds of work, queued
         a @ a
     time.sleep(0.7)
-    command = ["nvidia-smi", f"--query-gpu={','.join(_QUERIES.values())}", "--format=csv,noheader,nounits"]
+    gpu = f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"  # its number may be another here
+    command = [
+        "nvidia-smi", f"--id={gpu}", f"--query-gpu={','.join(_QUERIES.values())}", "--format=csv,noheader,nounits",
+    ]  # fmt: skip
     answer = subprocess.run(command, capture_output=True, text=True, check=False)
     torch.cuda.synchronize()
     if answer.returncode:
         return {name: f"nvidia-smi failed: {answer.stderr.strip()[:100]}" for name in _QUERIES}
-    lines = answer.stdout.strip().splitlines()
-    return dict(zip(_QUERIES, (x.strip() for x in lines[torch.cuda.current_device()].split(",")), strict=True))
+    return dict(zip(_QUERIES, (x.strip() for x in answer.stdout.strip().split(",")), strict=True))

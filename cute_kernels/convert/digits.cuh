@@ -4,7 +4,8 @@
 // power of two. Rows and columns of tiny numbers are multiplied by 2^100 first, so that only the scale is subnormal. Every
 // operation rounds once, in the order of the CPU engine, so that both give the same integers.
 // Architectures: sm_80 and later; clusters from sm_90a on.
-// Work: digits_rows: `lanes` threads per row. digits_columns: a cluster of kCluster CTAs per tile of kColumns columns.
+// Work: digits_rows: `lanes` threads per row. digits_columns: a cluster of CTAs per tile of kColumns columns,
+// or a CTA.
 // Pipeline: amax over registers, then digits; entries beyond the registers are loaded twice.
 // Source: Gu, arXiv 2403.06924, equations 4 to 7.
 #pragma once
@@ -236,15 +237,16 @@ digits_columns(const typename C::Source* x, int64_t x_pitch, int64_t rows, int64
   __shared__ uint32_t block_absmax[kWarps + 1][kColumns];  // per warp, and of the CTA
   __shared__ DigitScale shared[kColumns];
   const DigitRule rule{high, radix, {ahead0, ahead1}, power != 0};
-  const int rank = C::kCluster == 1 ? 0 : int(cluster::rank()), own = threadIdx.x % (kColumns / kRun) * kRun;
-  const int64_t corner = int64_t{blockIdx.x / C::kCluster} * kColumns;
+  int parts = 1, rank = 0;
+  if constexpr (C::kClustered) parts = int(cluster::size()), rank = int(cluster::rank());
+  const int own = threadIdx.x % (kColumns / kRun) * kRun;
+  const int64_t corner = int64_t{blockIdx.x / parts} * kColumns;
   const Tile tile{x, x_pitch, rows, columns, corner + own, int(threadIdx.x) / (kColumns / kRun), vector != 0};
-  constexpr int64_t kStep = int64_t{C::kCluster} * Tile::kDepth;
-  const int64_t start = int64_t{rank} * Tile::kDepth;
+  const int64_t step = int64_t{parts} * Tile::kDepth, start = int64_t{rank} * Tile::kDepth;
   alignas(16) typename Tile::Held held;
   uint32_t absmax[kRun] = {};
   int64_t last = start;  // first row in registers
-  for (int64_t first = start; first < rows || first == start; first += kStep) {
+  for (int64_t first = start; first < rows || first == start; first += step) {
     tile.load(first, held);
     Tile::update(held, absmax);
     last = first;
@@ -252,7 +254,7 @@ digits_columns(const typename C::Source* x, int64_t x_pitch, int64_t rows, int64
   CUTE_UNROLL
   for (int c = 0; c < kRun; ++c) {
     CUTE_UNROLL
-    for (int step = kColumns / kRun; step < 32; step *= 2) absmax[c] = max(absmax[c], __shfl_xor_sync(~0u, absmax[c], step));
+    for (int lane = kColumns / kRun; lane < 32; lane *= 2) absmax[c] = max(absmax[c], __shfl_xor_sync(~0u, absmax[c], lane));
     if (threadIdx.x % 32 < kColumns / kRun) block_absmax[threadIdx.x / 32][own + c] = absmax[c];
   }
   __syncthreads();
@@ -262,12 +264,11 @@ digits_columns(const typename C::Source* x, int64_t x_pitch, int64_t rows, int64
     for (int warp = 0; warp < kWarps; ++warp) column_absmax = max(column_absmax, block_absmax[warp][threadIdx.x]);
     block_absmax[kWarps][threadIdx.x] = column_absmax;
   }
-  if constexpr (C::kCluster > 1) cluster::sync();
+  if constexpr (C::kClustered) cluster::sync();
   if (threadIdx.x < kColumns) {
     uint32_t column_absmax = block_absmax[kWarps][threadIdx.x];
-    if constexpr (C::kCluster > 1) {
-      CUTE_UNROLL
-      for (int other = 0; other < C::kCluster; ++other) {
+    if constexpr (C::kClustered) {
+      for (int other = 0; other < parts; ++other) {
         column_absmax = max(column_absmax, cluster::load_of(shared_address(&block_absmax[kWarps][threadIdx.x]), other));
       }
     }
@@ -277,13 +278,13 @@ digits_columns(const typename C::Source* x, int64_t x_pitch, int64_t rows, int64
     shared[threadIdx.x] = prepare_scale(scale);
   }
   __syncthreads();
-  if constexpr (C::kCluster > 1) cluster::arrive();
+  if constexpr (C::kClustered) cluster::arrive();
   // Backwards: the last rows are still in registers, the ones before may be in L2.
-  for (int64_t first = last; first >= start; first -= kStep) {
+  for (int64_t first = last; first >= start; first -= step) {
     if (first != last) tile.load(first, held);
     tile.store(held, first, shared + own, rule, out, pitch);
   }
-  if constexpr (C::kCluster > 1) cluster::wait();  // other CTAs may still read this one's amaxes
+  if constexpr (C::kClustered) cluster::wait();  // other CTAs may still read this one's amaxes
 }
 
 }  // namespace magicube

@@ -8,7 +8,7 @@ References
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from cute_kernels.convert.pack import pack_rows
 from cute_kernels.cpu import engine
+from cute_kernels.cpu.decompose import ZERO_SCALE, decompose, digit_scales
 from cute_kernels.dtypes import REAL_DTYPES
 from cute_kernels.jit import workspace
 from cute_kernels.jit.codegen import OUT_TYPES, KernelConfig
@@ -26,10 +27,11 @@ from cute_kernels.jit.kernel import get_kernel
 from cute_kernels.jit.launch_cache import LaunchCache
 from cute_kernels.operands import ALIGNMENT, line_pitch
 
-__all__ = ["ZERO_SCALE", "Digits", "DigitsConfig", "columns_config", "default_configs", "digit_rule", "digits"]
+__all__ = [
+    "ZERO_SCALE", "Digits", "DigitsConfig", "columns_config", "default_configs", "digit_rule", "digits", "rows_config",
+]  # fmt: skip
 
-_BIAS_FACTOR, _TINY = 2.0**100, 2.0**-100  # exponent bias factor of slices with tiny scales
-ZERO_SCALE = 2.0**-38  # of zeros: never the largest scale of a matrix
+_MOST_CTAS = 8  # of a cluster
 _CLUSTERED = ("sm_90a", "sm_100a", "sm_103a", "sm_120a")
 _launches = LaunchCache(256)
 
@@ -61,8 +63,10 @@ class DigitsConfig(KernelConfig):
         Digits.
     steps : int
         ``digits_rows``: loads of 16 bytes that a thread holds.
-    cluster, resident : int
-        ``digits_columns``: CTAs per tile of columns; CTAs per SM.
+    clustered : bool
+        ``digits_columns``: whether a cluster of CTAs has a tile of columns; otherwise a CTA has it.
+    resident : int
+        ``digits_columns``: CTAs per SM.
     columns, rows : int
         ``digits_columns``: columns per tile; rows per thread, which has four columns.
     threads : int
@@ -71,14 +75,14 @@ class DigitsConfig(KernelConfig):
     Examples
     --------
     >>> DigitsConfig("digits_rows", "float32", 2).name
-    'digits_rows-float32-p2s4c1r1-32x8t256'
+    'digits_rows-float32-p2s4c0r1-32x8t256'
     """
 
     kernel: str
     x: str
     planes: int
     steps: int = 4
-    cluster: int = 1
+    clustered: bool = False
     resident: int = 1
     columns: int = 32
     rows: int = 8
@@ -95,11 +99,23 @@ class DigitsConfig(KernelConfig):
             return 4
         return ALIGNMENT // (4 if self.x == "float32" else 2)
 
+    def cluster_for(self, rows: int) -> int:
+        """Return the CTAs of a tile of `rows` rows, as many as hold them in registers, at most 8; ``digits_columns``.
+
+        Examples
+        --------
+        >>> config = columns_config("float32", 2, "sm_90a", 1024)
+        >>> config.cluster_for(100), config.cluster_for(1025), config.cluster_for(9000)
+        (1, 4, 8)
+        """
+        held = self.threads // (self.columns // self.run) * self.rows
+        return min(_MOST_CTAS, 1 << (-(-rows // held) - 1).bit_length()) if self.clustered else 1
+
     @property
     def name(self) -> str:
         """Short and unique among the configs."""
         strip = f"{self.columns}x{self.rows}t{self.threads}"
-        return f"{self.kernel}-{self.x}-p{self.planes}s{self.steps}c{self.cluster}r{self.resident}-{strip}"
+        return f"{self.kernel}-{self.x}-p{self.planes}s{self.steps}c{self.clustered:d}r{self.resident}-{strip}"
 
     kernel_header = "convert/digits.cuh"
 
@@ -112,7 +128,7 @@ class DigitsConfig(KernelConfig):
             "kPlanes": self.planes,
             "kSteps": self.steps,
             "kThreads": self.threads,
-            "kCluster": self.cluster,
+            "kClustered": self.clustered,
             "kResident": self.resident,
             "kColumns": self.columns,
             "kRows": self.rows,
@@ -122,18 +138,31 @@ class DigitsConfig(KernelConfig):
         return {"Source": OUT_TYPES[self.x]}
 
 
+def rows_config(x: str, planes: int, columns: int) -> DigitsConfig:
+    """Return the config for per-row scales of `columns` entries.
+
+    Examples
+    --------
+    >>> rows_config("float32", 2, 4096).steps, rows_config("float32", 2, 8192).steps
+    (4, 8)
+    """
+    config = DigitsConfig("digits_rows", x, planes)
+    fits = columns <= config.run * config.steps * config.threads  # the registers of a CTA hold a row
+    return config if fits else replace(config, steps=8)
+
+
 def columns_config(x: str, planes: int, arch: str, rows: int) -> DigitsConfig:
     """Return the config for per-column scales of `rows` entries; uses clusters if `arch` has them.
 
     Examples
     --------
-    >>> columns_config("float16", 2, "sm_90a", 1024).cluster, columns_config("float16", 2, "sm_80", 1024).cluster
-    (8, 1)
+    >>> columns_config("float16", 2, "sm_90a", 1024).clustered, columns_config("float16", 2, "sm_80", 1024).clustered
+    (True, False)
     """
-    cluster = 8 if arch in _CLUSTERED else 1
+    clustered = arch in _CLUSTERED
     if rows <= 4096:  # the registers of eight CTAs hold them
-        return DigitsConfig("digits_columns", x, planes, cluster=cluster, resident=4, columns=16)
-    return DigitsConfig("digits_columns", x, planes, cluster=cluster, resident=2, threads=512)
+        return DigitsConfig("digits_columns", x, planes, clustered=clustered, resident=4, columns=16)
+    return DigitsConfig("digits_columns", x, planes, clustered=clustered, resident=2, threads=512)
 
 
 class _DigitRule(NamedTuple):
@@ -161,56 +190,13 @@ def digit_rule(bits: int, count: int, power: bool = False) -> _DigitRule:
     return _DigitRule(radix / 2 - 1, radix, ahead, power)
 
 
-def _scales(absmax: Tensor, rule: _DigitRule) -> Tensor:
-    """Scales from amaxes, in their dtype: rounded up, 2**-38 for zeros, NaN for non-finite slices."""
-    double = absmax.double()
-    scale = (double / rule.high).to(absmax.dtype)
-    if rule.power:
-        mantissa, exponent = torch.frexp(torch.where(double > 0, double / rule.high, 1.0))
-        scale = torch.ldexp(torch.ones_like(double), exponent - (mantissa == 0.5).int()).to(absmax.dtype)
-    elif absmax.dtype == torch.float32:
-        scale = torch.where(
-            scale.double() * rule.high < double, torch.nextafter(scale, torch.full_like(scale, torch.inf)), scale
-        )
-    scale = torch.maximum(scale, torch.nextafter(torch.zeros_like(scale), torch.ones_like(scale)))
-    scale = torch.where(absmax > 0, scale, ZERO_SCALE)
-    return torch.where(absmax.isfinite(), scale, torch.nan)
-
-
-def _split(x: Tensor, scale: Tensor, rule: _DigitRule, count: int) -> list[Tensor]:
-    """Digit planes of `x`; `scale` broadcasts against it."""
-    bias_factor = torch.where(scale * 128 < _TINY, _BIAS_FACTOR, 1.0).to(x.dtype)
-    unit = torch.where(scale.isnan(), 1.0, scale * bias_factor)
-    residual = torch.where(scale.isnan(), 0.0, x * bias_factor)
-    inverse = 1 / unit
-    planes = []
-    for i in range(count):
-        q = residual * inverse
-        if i < count - 1:
-            q += rule.ahead[i]
-        q = q.round_() if i == 0 else q.round_().clamp_(-rule.radix / 2, min(rule.radix / 2, 127.0))
-        planes.append(q.to(torch.int8))
-        if i < count - 1:
-            # Exact in float64, then rounded once: equal to an FMA.
-            residual = (residual.double() - q.double() * unit.double()).to(x.dtype)
-            inverse, unit = inverse * rule.radix, unit / rule.radix
-    return planes
-
-
 def _digits_cpu(x: Tensor, rule: _DigitRule, count: int, axis: int | None) -> Digits:
     """Digits on a CPU, by the engine or by torch operators."""
     work = x if x.dtype == torch.float64 else x.to(torch.float32)
     if work.dtype == torch.float32 and engine.available():
-        planes, scale, _ = engine.decompose_cpu(
-            work, count, axis, high=rule.high, radix=rule.radix, ahead=rule.ahead, power=rule.power
-        )
+        planes, scale, _ = engine.decompose_cpu(work, count, axis, **rule._asdict())
         return Digits(planes, scale)
-    magnitudes = work.abs()
-    if axis is None:
-        scale = _scales(magnitudes.amax(), rule)
-        return Digits(tuple(_split(work, scale, rule, count)), scale)
-    scale = _scales(magnitudes.amax(dim=axis), rule)
-    return Digits(tuple(_split(work, scale.unsqueeze(axis), rule, count)), scale)
+    return Digits(*decompose(work, count, axis, **rule._asdict()))
 
 
 def _launch_rows(x: Tensor, rule: _DigitRule, count: int, scale: Tensor, given: bool) -> list[Tensor]:
@@ -219,7 +205,7 @@ def _launch_rows(x: Tensor, rule: _DigitRule, count: int, scale: Tensor, given: 
     planes = workspace.empty((count, rows, line_pitch(columns)), torch.int8, x.device)
 
     def launch() -> None:
-        config = DigitsConfig("digits_rows", REAL_DTYPES[x.dtype], count)
+        config = rows_config(REAL_DTYPES[x.dtype], count, columns)
         loads = -(-columns // (config.run * config.steps))
         lanes = min(1 << (loads - 1).bit_length(), config.threads)
         pitch, vector = _pitch(x, config)
@@ -242,7 +228,7 @@ def _launch_columns(x: Tensor, rule: _DigitRule, count: int, scale: Tensor, give
 
     def launch() -> None:
         config = columns_config(REAL_DTYPES[x.dtype], count, current_arch(), rows)
-        cluster = config.cluster
+        cluster = config.cluster_for(rows)
         pitch, vector = _pitch(x, config)
         get_kernel(config).launch(
             (-(-columns // config.columns) * cluster, 1, 1),
@@ -290,7 +276,7 @@ def _digits_cuda(x: Tensor, rule: _DigitRule, count: int, axis: int | None, tran
             return Digits(tuple(plane.t() for plane in flipped.planes), flipped.scale)
     by_columns = transpose if axis is None else axis == 0
     if axis is None:
-        scale = _scales(torch.linalg.vector_norm(x, torch.inf, dtype=torch.float32), rule)
+        scale = digit_scales(torch.linalg.vector_norm(x, torch.inf, dtype=torch.float32), rule.high, rule.power)
     else:
         scale = workspace.empty((x.shape[1 - axis],), torch.float32, x.device)
     launch = _launch_columns if by_columns else _launch_rows
@@ -388,13 +374,13 @@ def digits(
 
 
 def default_configs(arch: str = "sm_90a") -> list[DigitsConfig]:
-    """Return the configs of all kernels on `arch`: input dtypes, planes, columns of up to 4,096 rows and longer ones.
+    """Return the configs of all kernels on `arch`: input dtypes, planes, lines of up to 4,096 entries and longer ones.
 
     Examples
     --------
     >>> len(default_configs())
-    27
+    36
     """
     kinds = [(x, planes) for x in REAL_DTYPES.values() for planes in (1, 2, 3)]
-    rows = [DigitsConfig("digits_rows", x, planes) for x, planes in kinds]
+    rows = [rows_config(x, planes, length) for x, planes in kinds for length in (4096, 8193)]
     return [*rows, *(columns_config(x, planes, arch, length) for x, planes in kinds for length in (4096, 4097))]

@@ -24,6 +24,13 @@ __device__ __forceinline__ uint32_t rank() {
   return rank;
 }
 
+// CTAs of the cluster.
+__device__ __forceinline__ uint32_t size() {
+  uint32_t size;
+  asm volatile("mov.u32 %0, %%cluster_nctarank;" : "=r"(size));
+  return size;
+}
+
 // Arrive on the mbarrier at the same shared address in CTA `rank` of the cluster. CTA scope suffices: the only accesses
 // to order are Tensor Core reads, which have completed; cluster scope costs a fence of all memory.
 __device__ __forceinline__ void arrive_at(uint32_t barrier, uint32_t rank) {

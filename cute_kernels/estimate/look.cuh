@@ -15,23 +15,19 @@
 // sm_80 and later; bound by the split into digits. Work: a CTA of 8 warps takes 32 or 16 rows; kShare warps, four or all, share 16 rows
 // and take steps of 32 columns in turn. Pipeline: the next step's elements are loaded to registers before a step is added. Sums of a
 // warp are int32, for up to 65536 columns; then float64.
-// look_left: the last CTA adds the records of all CTAs in their order, bounds both errors, and picks the product to run.
+// look_left: the last CTA adds the records of all CTAs in a fixed order, bounds both errors, and picks the product to run.
 #pragma once
 
 #include "convert/digits.cuh"
 #include "device/mma_bytes.cuh"
+#include "estimate/look_choice.cuh"
 #include "estimate/look_pack.cuh"
 
 namespace magicube {
 
-constexpr int kLookWarps = 8, kLookThreads = 32 * kLookWarps;
 constexpr int kTileRows = 16;                     // rows of a warp
 constexpr int kOwnRows = 2, kRun = 4, kRuns = 2;  // rows, columns per run, runs of a lane
 constexpr int kPitch = kTileRows + 1;
-constexpr int kTriangle = kProbes * (kProbes + 1) / 2;
-// A record: both Gram matrices by their upper triangles, ||A V_0||^2, the squares of both bounds, scales out of range.
-constexpr int kSums = 2 * kTriangle, kRecord = kSums + 4;
-constexpr int kFactors = 1025;  // of shares 0/1024 to 1024/1024
 
 // X (rows, columns) row-major, or X^T if C::kTransposed. `pitch`: elements from one row in memory to the next; `vector`: runs of
 // four elements are 16-byte aligned.
@@ -181,6 +177,11 @@ struct Look {
     });
   }
 
+  // The same number by an addition, of which an SM does four times as many as conversions.
+  __device__ __forceinline__ static double exact(int x) {
+    return __longlong_as_double(0x4330000000000000ll | (uint32_t(x) ^ 0x80000000u)) - (0x1p52 + 0x1p31);
+  }
+
   // 2^-exponent.
   __device__ __forceinline__ static double less(int exponent) { return __longlong_as_double((1023ll - exponent) << 52); }
 
@@ -215,7 +216,7 @@ struct Look {
     CUTE_UNROLL
     for (int half = 0; half < 2; ++half) {
       CUTE_UNROLL
-      for (int f = 0; f < 4; ++f) outputs_of([&](int sum) { return double(int(sums[sum][half][f])); }, found[half][f]);
+      for (int f = 0; f < 4; ++f) outputs_of([&](int sum) { return exact(int(sums[sum][half][f])); }, found[half][f]);
     }
     Totals totals = {};
     CUTE_UNROLL
@@ -334,101 +335,26 @@ look_right(const float* x, int64_t pitch, int64_t rows, int64_t columns, int64_t
   }
 }
 
-// What the choice takes beside the sums.
-struct LookLimits {
-  double floor;  // what numbers below the range of float32 lose
-  double product[2];  // rounding of the products, relative to C
-  double allowed;  // tol / (1 + tol)
-};
-
-// Number of `scales` that this thread sees to be NaN or out of [least, most].
-__device__ __forceinline__ double out_of_range(const float* scales, int64_t count, float least, float most) {
-  int found = 0;
-  for (int64_t i = int64_t{blockIdx.x} * kLookThreads + threadIdx.x; i < count; i += int64_t{gridDim.x} * kLookThreads) {
-    const float scale = scales[i];
-    found += scale >= least && scale <= most ? 0 : 1;
-  }
-  return found;
-}
-
-// Upper bound of the largest eigenvalue of a Gram matrix of trace 1: lambda^32 <= trace(G^32). All threads take part.
-__device__ __forceinline__ double largest_share(double (&gram)[kProbes][kProbes + 1], double (&other)[kProbes][kProbes + 1],
-                                                double* warp_sums) {
-  const int i = threadIdx.x / kProbes, j = threadIdx.x % kProbes;
-  auto *from = &gram, *to = &other;
-  for (int power = 0; power < 4; ++power) {
-    double sum = 0.0;
-    for (int k = 0; k < kProbes; ++k) sum += (*from)[i][k] * (*from)[k][j];
-    (*to)[i][j] = sum;
-    __syncthreads();
-    auto* const swapped = from;
-    from = to, to = swapped;
-  }
-  double sum = (*from)[i][j] * (*from)[i][j];
-  CUTE_UNROLL
-  for (int lane = 16; lane > 0; lane /= 2) sum += __shfl_xor_sync(~0u, sum, lane);
-  if (threadIdx.x % 32 == 0) warp_sums[threadIdx.x / 32] = sum;
-  __syncthreads();
-  sum = 0.0;
-  for (int warp = 0; warp < kLookWarps; ++warp) sum += warp_sums[warp];
-  __syncthreads();  // they may be written again
-  for (int root = 0; root < 5; ++root) sum = sqrt(sum);
-  return min(sum * (1.0 + 1e-12), 1.0);
-}
-
-// Bound both errors from the sums of all CTAs and pick the first product that is predicted to be within the tolerance.
-// `record` (8): error, bound and the part of the bound that the probes' rounding takes, of both; the norm of A B; scales out of
-// range. `gate`: levels of the picked product, minus 1; -1 for none.
-__device__ __forceinline__ void choose(const double (&sums)[kRecord], double* scratch, const LookLimits& limits,
-                                       const double* factors, int first, double* record, int* gate) {
-  using Gram = double[kProbes][kProbes + 1];
-  Gram& gram = *reinterpret_cast<Gram*>(scratch);
-  Gram& other = *reinterpret_cast<Gram*>(scratch + sizeof(Gram) / 8);
-  double* warp_sums = scratch + 2 * sizeof(Gram) / 8;
-  const int i = threadIdx.x / kProbes, j = threadIdx.x % kProbes, low = min(i, j), high = max(i, j);
-  const double infinity = __longlong_as_double(0x7ff0000000000000ll), size = sqrt(sums[kSums] / kProbes);
-  int picked = -1;
-  for (int r = 1; r >= 0; --r) {
-    const double* of = sums + r * kTriangle;
-    double trace = 0.0;
-    for (int k = 0; k < kProbes; ++k) trace += of[k * (k + 1) / 2 + k];
-    const double norm = sqrt(trace), noise = 1.01 * sqrt(sums[kSums + 1 + r]) + limits.floor + 0x1p-52 * norm;
-    gram[i][j] = of[high * (high + 1) / 2 + low] / trace;
-    __syncthreads();
-    double share = largest_share(gram, other, warp_sums);
-    const double relative = noise / norm, spread = (sqrt(share) + relative) / (1.0 - relative);
-    share = relative < 1.0 && spread < 1.0 ? spread * spread : 1.0;
-    const double factor = factors[r * kFactors + int(ceil(share * (kFactors - 1)))];
-    double bound = factor * (norm + noise) / 4.0;  // sqrt(kProbes)
-    if (!(bound < infinity)) bound = infinity;
-    const double total = bound + (r == 0 ? limits.product[0] : limits.product[1]) * size;
-    if (sums[kSums + 3] == 0.0 && total <= limits.allowed * size) picked = first + r;
-    if (threadIdx.x == 0) record[3 * r] = norm / 4.0, record[3 * r + 1] = bound, record[3 * r + 2] = factor * noise / 4.0;
-    __syncthreads();  // the matrices may be written again
-  }
-  if (threadIdx.x == 0) record[6] = size, record[7] = sums[kSums + 3], *gate = picked;
-}
-
-// The pass over A (M, K), with V and the numbers of look_pack.cuh; persistent CTAs. `parts` (CTAs, kRecord); `ticket` is 0 before and
-// after. `scales`: per row; `other_scales`: of B's columns. `factors` (2, 1025): see look.py.
+// The pass over A (M, K), with V and the numbers of look_pack.cuh; persistent CTAs. `parts` (CTAs, kRecord); `tickets`, of all
+// CTAs and of each group, are 0 before and after. `scales`: per row; `other_scales`: of B's columns. `factors` (2, 1025): see look.py.
 template <class C>
 __global__ void __launch_bounds__(kLookThreads, 1)
 look_left(const float* x, int64_t pitch, int64_t rows, int64_t columns, int64_t vector, const uint4* v, const double* numbers,
           const float* scales, float radix, float ahead0, float ahead1, const float* other_scales, int64_t other_count,
           float least, float most, double floor, double product0, double product1, double allowed, const double* factors,
-          double* parts, double* record, int* gate, uint32_t* ticket) {
+          double* parts, double* record, int* gate, uint32_t* tickets) {
   pdl_wait();
   using L = Look<C>;
-  using Values = double[kProbes][L::kRows + 1];
+  using Values = double[2][kProbes][L::kRows + 1];  // of both errors
   static_assert(sizeof(Values) <= sizeof(LookScratch), "the scratch holds them");
-  static_assert((kRecord + 3 * kProbes * kProbes) * 8 <= sizeof(LookScratch), "the scratch holds the sums and two matrices");
+  static_assert(kRecord * 8 + sizeof(ChoiceScratch) <= sizeof(LookScratch), "the scratch holds the sums and what the choice takes");
   __shared__ LookScratch scratch;
   __shared__ double others[4][kLookWarps];
-  __shared__ uint32_t arrived;
   Values& values = *reinterpret_cast<Values*>(&scratch);
   const DigitRule rule{0.0f, radix, {ahead0, ahead1}, false};
   const int i = threadIdx.x / kProbes, j = threadIdx.x % kProbes, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   double gram[2] = {}, more[4] = {};
+  const int far = out_of_range(scales, rows, other_scales, other_count, least, most);
   for (int64_t corner = int64_t{blockIdx.x} * L::kRows; corner < rows; corner += int64_t{gridDim.x} * L::kRows) {
     const auto totals = L::run({x, pitch, rows, columns, vector != 0}, v, scales, nullptr, rule, corner, scratch);
     const auto unit_of = [&](int row) { return corner + row < rows ? __ldg(scales + corner + row) * numbers[0] : 0.0; };
@@ -438,11 +364,17 @@ look_left(const float* x, int64_t pitch, int64_t rows, int64_t columns, int64_t 
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
       CUTE_UNROLL
-      for (int e = 0; e < L::kTiles; ++e) values[j][i + kTileRows * e] = totals.of[r][e] * unit[e];
-      __syncthreads();
-      for (int row = 0; row < L::kRows; ++row) gram[r] += values[i][row] * values[j][row];
-      __syncthreads();
-      if (threadIdx.x < L::kRows && totals.size > 0.0) {
+      for (int e = 0; e < L::kTiles; ++e) values[r][j][i + kTileRows * e] = totals.of[r][e] * unit[e];
+    }
+    __syncthreads();
+    for (int row = 0; row < L::kRows; ++row) {
+      CUTE_UNROLL
+      for (int r = 0; r < 2; ++r) gram[r] += values[r][i][row] * values[r][j][row];
+    }
+    __syncthreads();
+    if (threadIdx.x < L::kRows && totals.size > 0.0) {
+      CUTE_UNROLL
+      for (int r = 0; r < 2; ++r) {
         const double bound = numbers[1 + r] * totals.size + numbers[3 + r] * __ldg(scales + corner + lane);
         more[1 + r] += bound * bound;
       }
@@ -453,7 +385,7 @@ look_left(const float* x, int64_t pitch, int64_t rows, int64_t columns, int64_t 
       more[0] += product * product;
     }
   }
-  more[3] = out_of_range(scales, rows, least, most) + out_of_range(other_scales, other_count, least, most);
+  more[3] = far;
   CUTE_UNROLL
   for (int s = 0; s < 4; ++s) {
     CUTE_UNROLL
@@ -468,23 +400,18 @@ look_left(const float* x, int64_t pitch, int64_t rows, int64_t columns, int64_t 
     for (int w = 0; w < kLookWarps; ++w) sum += others[threadIdx.x][w];
     to[kSums + threadIdx.x] = sum;
   }
-  __threadfence();  // the record is visible before the ticket
-  __syncthreads();
-  if (threadIdx.x == 0) arrived = atomicAdd(ticket, 1u);
-  __syncthreads();
-  if (arrived + 1 != gridDim.x) return;
-  __threadfence();
-  double* sums = reinterpret_cast<double*>(&scratch);  // (kRecord,), then the matrices of choose()
-  for (int column = threadIdx.x; column < kRecord; column += kLookThreads) {
-    double sum = 0.0;
-#pragma unroll 8
-    for (int block = 0; block < int(gridDim.x); ++block) sum += __ldcg(parts + int64_t{block} * kRecord + column);
-    sums[column] = sum;
-  }
+  // Two levels, for an SM reads some 40 bytes a cycle: the last CTA of a group adds its records, the last such CTA their sums.
+  const int ctas = gridDim.x, groups = (ctas + kGroup - 1) / kGroup, group = blockIdx.x / kGroup;
+  double* const of_group = parts + int64_t{group} * kGroup * kRecord;
+  if (!comes_last(tickets + 1 + group, min(ctas - group * kGroup, kGroup))) return;
+  add_records(of_group, 1, min(ctas - group * kGroup, kGroup), of_group);
+  if (!comes_last(tickets, groups)) return;
+  double* sums = reinterpret_cast<double*>(&scratch);  // (kRecord,), then what the choice takes
+  add_records(parts, kGroup, groups, sums);
   __syncthreads();
   const LookLimits limits{floor, {product0, product1}, allowed};
-  choose(*reinterpret_cast<const double(*)[kRecord]>(sums), sums + kRecord, limits, factors, C::kPlanes - 2, record, gate);
-  if (threadIdx.x == 0) *ticket = 0;
+  auto& choice = *reinterpret_cast<ChoiceScratch*>(sums + kRecord);
+  choose(*reinterpret_cast<const double(*)[kRecord]>(sums), choice, limits, factors, C::kPlanes - 2, record, gate);
 }
 
 }  // namespace magicube

@@ -31,7 +31,7 @@ FACTORS = 1025  # of shares 0/1024 to 1024/1024
 RECORD = 2 * 136 + 4  # float64 sums of a CTA
 MOST_COLUMNS = 65536  # that the sums of a pass add up
 LARGEST_SCALE = 2.0**24
-_TILE, _WARPS, _STEP = 16, 8, 32  # as in look.cuh
+_TILE, _WARPS, _STEP, _GROUP = 16, 8, 32, 16  # as in look.cuh; CTAs of a group
 _DIGITS = 3  # of probes and of vectors
 _PACK_THREADS = 256
 
@@ -50,7 +50,7 @@ class LookConfig(KernelConfig):
     transposed : bool
         Whether the matrix of a pass is column-major.
     share : int
-        Warps of a pass that have 16 rows in common: 4, or 8, which has not run on a GPU, for twice as many CTAs.
+        Warps of a pass that have 16 rows in common: 4, or 8 for twice as many CTAs; see :func:`share_for`.
 
     Examples
     --------
@@ -120,7 +120,7 @@ class LookState(NamedTuple):
     parts: Tensor  # (CTAs, RECORD) float64
     record: Tensor  # (8,) float64
     gate: Tensor  # (4 + 2 * warps,) float32: int32 levels - 1 of the picked product, padded to 16 bytes; its sums
-    ticket: Tensor  # (1,) int32: 0 between passes
+    tickets: Tensor  # (1 + groups of CTAs,) int32: 0 between passes
 
 
 @dataclass(frozen=True)
@@ -151,6 +151,17 @@ def padded_length(count: int) -> int:
     return -(-count // _STEP) * _STEP
 
 
+def share_for(rows: int, sms: int) -> int:
+    """Return the warps that have 16 rows in common: 8 where each SM has at most one CTA of so many rows, otherwise 4.
+
+    Examples
+    --------
+    >>> share_for(2048, 132), share_for(4096, 132)
+    (8, 4)
+    """
+    return _WARPS if -(-rows // _TILE) <= sms else _WARPS // 2
+
+
 def underflow(m: int, k: int, n: int) -> float:
     """Return a bound of what the sums of E_r W lose below the range of float32, for scales up to LARGEST_SCALE."""
     return math.sqrt(m) * k * (n + 1) * 2.0**-104
@@ -158,15 +169,18 @@ def underflow(m: int, k: int, n: int) -> float:
 
 def state_for(device: torch.device, gate_size: int) -> LookState:
     """Return memory for passes over A; `gate_size`: elements of the gate, from ``cute_kernels.gemm.cuda``."""
+    sms = num_sms(device.index)
     return LookState(
-        torch.empty((num_sms(device.index), RECORD), dtype=torch.float64, device=device),
+        torch.empty((sms, RECORD), dtype=torch.float64, device=device),
         torch.empty(8, dtype=torch.float64, device=device),
         torch.zeros(gate_size, dtype=torch.float32, device=device),
-        torch.zeros(1, dtype=torch.int32, device=device),
+        torch.zeros(1 + -(-sms // _GROUP), dtype=torch.int32, device=device),
     )
 
 
-def look_right(b: Tensor, probes: LookProbes, scale: Tensor, planes: int, bits: int = 8, share: int = 4) -> LookVectors:
+def look_right(
+    b: Tensor, probes: LookProbes, scale: Tensor, planes: int, bits: int = 8, share: int | None = None
+) -> LookVectors:
     """Return the pass over B; three launches that do not wait for the GPU.
 
     Parameters
@@ -181,8 +195,8 @@ def look_right(b: Tensor, probes: LookProbes, scale: Tensor, planes: int, bits: 
         Digits per element, 2 or 3.
     bits : int, default 8
         Bits per digit.
-    share : int, default 4
-        As of :class:`LookConfig`.
+    share : int, optional
+        As of :class:`LookConfig`; by default that of :func:`share_for`.
 
     Returns
     -------
@@ -209,7 +223,7 @@ def look_right(b: Tensor, probes: LookProbes, scale: Tensor, planes: int, bits: 
             ),
             pdl=True,
         )  # fmt: skip
-        config = LookConfig("look_right", planes, transposed, share)
+        config = LookConfig("look_right", planes, transposed, share or share_for(height, num_sms(device.index)))
         get_kernel(config).launch(
             (height // config.rows, 1, 1),
             (
@@ -237,7 +251,7 @@ def look_left(
     limits: LookLimits,
     state: LookState,
     bits: int = 8,
-    share: int = 4,
+    share: int | None = None,
 ) -> None:
     """Bound both errors and pick the product to run; one launch that does not wait for the GPU.
 
@@ -261,8 +275,8 @@ def look_left(
         Written.
     bits : int, default 8
         Bits per digit.
-    share : int, default 4
-        As of :class:`LookConfig`.
+    share : int, optional
+        As of :class:`LookConfig`; by default that of :func:`share_for`.
     """
     planes = right.packed.shape[1] - 1
     transposed, matrix = _matrix_arguments(a)
@@ -270,14 +284,15 @@ def look_left(
     n = other_scale.numel()
     numbers = (underflow(m, k, n), *limits.product_rounding, limits.tol / (1 + limits.tol))
     with device_of(a):
-        config = LookConfig("look_left", planes, transposed, share)
+        sms = num_sms(a.device.index)
+        config = LookConfig("look_left", planes, transposed, share or share_for(m, sms))
         get_kernel(config).launch(
-            (min(-(-m // config.rows), num_sms(a.device.index)), 1, 1),
+            (min(-(-m // config.rows), sms), 1, 1),
             (
                 *matrix, right.packed.data_ptr(), right.numbers.data_ptr(), scale.data_ptr(),
                 *_rule_arguments(planes, bits), other_scale.data_ptr(), n, *map(np.float32, limits.scales),
                 *map(np.float64, numbers), limits.factors.data_ptr(), state.parts.data_ptr(), state.record.data_ptr(),
-                state.gate.data_ptr(), state.ticket.data_ptr(),
+                state.gate.data_ptr(), state.tickets.data_ptr(),
             ),
             pdl=True,
         )  # fmt: skip
@@ -305,5 +320,6 @@ def _rule_arguments(planes: int, bits: int) -> tuple[np.float32, ...]:
 
 def default_configs() -> list[LookConfig]:
     """Return the configs of all kernels."""
-    passes = (LookConfig(f"look_{side}", p, t) for side in ("right", "left") for p in (2, 3) for t in (False, True))
+    sides, shares = ("right", "left"), (_WARPS // 2, _WARPS)
+    passes = (LookConfig(f"look_{s}", p, t, w) for s in sides for p in (2, 3) for t in (False, True) for w in shares)
     return [*passes, LookConfig("look_probes"), *(LookConfig("look_vectors", p) for p in (2, 3))]

@@ -20,39 +20,75 @@ __host__ __device__ constexpr int tail_of(int planes) { return 8 * (planes - 1);
 __host__ __device__ constexpr int right_fine(int planes) { return tail_of(planes) + 21; }
 __host__ __device__ constexpr int left_fine(int planes) { return tail_of(planes) + 14; }
 
-// Largest of value(i), i < count, and their sum, in all threads.
-template <class Value>
-__device__ __forceinline__ void largest_and_sum(int64_t count, const Value& value, float& largest, double& sum) {
-  __shared__ float most[kPackWarps];
+// Largest of value(list, i), i < count, of each list, and the sum of the first one, in all threads.
+template <int kLists, class Value>
+__device__ __forceinline__ void largest_and_sum(int64_t count, const Value& value, float (&largest)[kLists], double& sum) {
+  constexpr int kBatch = 8;  // loads of a list on their way
+  __shared__ float most[kLists][kPackWarps];
   __shared__ double sums[kPackWarps];
-  largest = 0.0f, sum = 0.0;
-#pragma unroll 8
-  for (int64_t i = threadIdx.x; i < count; i += kPackThreads) {
-    const float x = value(i);
-    largest = fmaxf(largest, x), sum += x;
+  sum = 0.0;
+  CUTE_UNROLL
+  for (int list = 0; list < kLists; ++list) largest[list] = 0.0f;
+  for (int64_t first = threadIdx.x; first < count; first += kBatch * kPackThreads) {
+    float x[kLists][kBatch];
+    const int64_t left = count - first;
+    CUTE_UNROLL
+    for (int b = 0; b < kBatch; ++b) {
+      CUTE_UNROLL
+      for (int list = 0; list < kLists; ++list) x[list][b] = b * kPackThreads < left ? value(list, first + b * kPackThreads) : 0.0f;
+    }
+    CUTE_UNROLL
+    for (int b = 0; b < kBatch; ++b) {
+      sum += x[0][b];
+      CUTE_UNROLL
+      for (int list = 0; list < kLists; ++list) largest[list] = fmaxf(largest[list], x[list][b]);
+    }
   }
   CUTE_UNROLL
   for (int lane = 16; lane > 0; lane /= 2) {
-    largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, lane)), sum += __shfl_xor_sync(~0u, sum, lane);
+    sum += __shfl_xor_sync(~0u, sum, lane);
+    CUTE_UNROLL
+    for (int list = 0; list < kLists; ++list) largest[list] = fmaxf(largest[list], __shfl_xor_sync(~0u, largest[list], lane));
   }
-  if (threadIdx.x % 32 == 0) most[threadIdx.x / 32] = largest, sums[threadIdx.x / 32] = sum;
+  if (threadIdx.x % 32 == 0) {
+    sums[threadIdx.x / 32] = sum;
+    CUTE_UNROLL
+    for (int list = 0; list < kLists; ++list) most[list][threadIdx.x / 32] = largest[list];
+  }
   __syncthreads();
-  largest = 0.0f, sum = 0.0;
-  for (int warp = 0; warp < kPackWarps; ++warp) largest = fmaxf(largest, most[warp]), sum += sums[warp];
-  __syncthreads();  // they may be written again
+  sum = 0.0;
+  CUTE_UNROLL
+  for (int warp = 0; warp < kPackWarps; ++warp) {
+    sum += sums[warp];
+    CUTE_UNROLL
+    for (int list = 0; list < kLists; ++list) largest[list] = fmaxf(largest[list], most[list][warp]);
+  }
 }
 
-// A lane's words of a step, digit by digit: entries 4t..4t+3 and 16+4t..16+4t+3 of vectors g and g + 8. `value(entry, vector)` is in
-// units.
-template <int kDigits, class Value>
-__device__ __forceinline__ void pack_lane(int lane, const Value& value, uint4 (&to)[kDigits]) {
-  const int g = lane / 4, t = lane % 4;
+// A lane's numbers of a step: entries 4t..4t+3 and 16+4t..16+4t+3 of vectors g and g + 8.
+using LaneValues = float[4][4];  // (vectors and entries, entry)
+
+__device__ __forceinline__ int entry_of(int lane, int w, int i) { return 16 * (w % 2) + 4 * (lane % 4) + i; }
+
+// to = load(entry, vector).
+template <class Load>
+__device__ __forceinline__ void load_lane(int lane, const Load& load, LaneValues& to) {
+  CUTE_UNROLL
+  for (int w = 0; w < 4; ++w) {
+    CUTE_UNROLL
+    for (int i = 0; i < 4; ++i) to[w][i] = load(entry_of(lane, w, i), 8 * (w / 2) + lane / 4);
+  }
+}
+
+// A lane's words of a step, digit by digit; an entry's numbers are multiplied by inverse(entry).
+template <int kDigits, class Inverse>
+__device__ __forceinline__ void pack_lane(int lane, const LaneValues& values, const Inverse& inverse, uint4 (&to)[kDigits]) {
   uint32_t words[kDigits][4] = {};  // (digit, vectors and entries)
   CUTE_UNROLL
   for (int w = 0; w < 4; ++w) {
     CUTE_UNROLL
     for (int i = 0; i < 4; ++i) {
-      int rest = __double2int_rn(value(16 * (w % 2) + 4 * t + i, 8 * (w / 2) + g));
+      int rest = __double2int_rn(values[w][i] * inverse(entry_of(lane, w, i)));
       CUTE_UNROLL
       for (int d = kDigits - 1; d >= 0; --d) {
         const int digit = int8_t(rest);
@@ -71,20 +107,28 @@ template <class C>
 __global__ void __launch_bounds__(kPackThreads)
 look_probes(const float* w, const float* norms, const float* scales, int64_t count, uint4* out, float2* units, double* numbers) {
   pdl_wait();
-  float largest;
+  const int64_t first = int64_t{blockIdx.x} * kStep;
+  const auto exists = [&](int entry) { return first + entry < count; };
+  LaneValues values = {};
+  if (threadIdx.x < 32) {  // on their way while the norms are
+    load_lane(threadIdx.x, [&](int entry, int vector) {
+      return exists(entry) ? __ldg(w + (first + entry) * kProbes + vector) : 0.0f;
+    }, values);
+  }
+  float most[1];
   double sum;
-  largest_and_sum(count, [&](int64_t i) { return __ldg(scales + i) * __ldg(norms + i); }, largest, sum);
+  largest_and_sum(count, [&](int, int64_t i) { return __ldg(scales + i) * __ldg(norms + i); }, most, sum);
+  const float largest = most[0];
   const double unit = largest > 0.0f ? double(largest) * (1.0 + 0x1p-20) / kLargest : 1.0;  // the products are rounded
   if (blockIdx.x == 0 && threadIdx.x == 0) numbers[0] = unit, numbers[1] = sum * (1.0 + 0x1p-20);
   if (threadIdx.x >= 32) return;
-  const int64_t first = int64_t{blockIdx.x} * kStep, own = first + threadIdx.x;
+  const int64_t own = first + threadIdx.x;
   const float scale = own < count ? __ldg(scales + own) : 1.0f;
   units[own] = make_float2(__frcp_rn(scale), scale);
   const double inverse = 1.0 / unit;
   uint4 packed[kProbeDigits];
-  pack_lane(threadIdx.x, [&](int entry, int vector) {
-    const double by = first + entry < count ? double(__ldg(scales + first + entry)) : 0.0;
-    return by * inverse * double(__ldg(w + (first + entry) * kProbes + vector));
+  pack_lane(threadIdx.x, values, [&](int entry) {
+    return exists(entry) ? __ldg(scales + first + entry) * inverse : 0.0;
   }, packed);
   CUTE_UNROLL
   for (int d = 0; d < kProbeDigits; ++d) out[(int64_t{blockIdx.x} * kProbeDigits + d) * 32 + threadIdx.x] = packed[d];
@@ -122,23 +166,19 @@ look_vectors(const float* v, const float* norms, int64_t pitch, const double* pr
   Noise noise;
   noise.rows = double(rows);
   float most[kInputs];
+  largest_and_sum(pitch, [&](int j, int64_t i) { return __ldg(norms + j * pitch + i); }, most, noise.vectors);
   double largest = 0.0;
   CUTE_UNROLL
-  for (int j = 0; j < kInputs; ++j) {
-    double sum;
-    largest_and_sum(pitch, [&](int64_t i) { return __ldg(norms + j * pitch + i); }, most[j], sum);
-    if (j == 0) noise.vectors = sum;
-    largest = fmax(largest, double(most[j]) * Noise::exp2_of(8 * j));
-  }
+  for (int j = 0; j < kInputs; ++j) largest = fmax(largest, double(most[j]) * Noise::exp2_of(8 * j));
   const double unit = largest > 0.0 ? largest / kLargest : 1.0;
   const int64_t first = int64_t{blockIdx.x} * kStep;
   for (int task = threadIdx.x; task < 32 * kInputs; task += kPackThreads) {
     const int lane = task % 32, j = task / 32;
     const double inverse = Noise::exp2_of(8 * j) / unit;
     uint4 packed[kVectorDigits];
-    pack_lane(lane, [&](int entry, int vector) {
-      return double(__ldg(v + (j * pitch + first + entry) * kProbes + vector)) * inverse;
-    }, packed);
+    LaneValues values;
+    load_lane(lane, [&](int entry, int vector) { return __ldg(v + (j * pitch + first + entry) * kProbes + vector); }, values);
+    pack_lane(lane, values, [&](int) { return inverse; }, packed);
     CUTE_UNROLL
     for (int d = 0; d < kVectorDigits; ++d) out[((blockIdx.x * kInputs + j) * int64_t{kVectorDigits} + d) * 32 + lane] = packed[d];
   }

@@ -25,7 +25,9 @@ verdict(const double* record, const float* gate, int64_t warps0, int64_t warps1,
   __shared__ double sums[2][kVerdictThreads / 32];
   const int picked = *reinterpret_cast<const int*>(gate), r = picked > int(first) ? 1 : 0;
   const double infinity = __longlong_as_double(0x7ff0000000000000ll);
-  double found[2] = {};
+  double found[2] = {}, looked[8];  // the record is on its way with the gate
+  CUTE_UNROLL
+  for (int i = 0; i < 8; ++i) looked[i] = record[i];
   const int64_t warps = picked < 0 ? 0 : r == 0 ? warps0 : warps1;
   for (int64_t warp = threadIdx.x; warp < warps; warp += kVerdictThreads) {
     const float2 both = reinterpret_cast<const float2*>(gate + kGateHeader)[warp];
@@ -41,16 +43,17 @@ verdict(const double* record, const float* gate, int64_t warps0, int64_t warps1,
   if (threadIdx.x > 0) return;
   double squares = 0.0, levels = 0.0;
   for (int warp = 0; warp < kVerdictThreads / 32; ++warp) squares += sums[0][warp], levels += sums[1][warp];
-  const double size = record[6], norm = picked < 0 ? size : sqrt(squares * (1.0 - kMargin));
+  const double size = looked[6], norm = picked < 0 ? size : sqrt(squares * (1.0 - kMargin));
   double upper = infinity;
   if (picked >= 0) {
     const double level = (r == 0 ? level0 : level1) * sqrt(levels * (1.0 + kMargin) + lost);
-    const double error = record[3 * r + 1] + value * norm * (1.0 + kMargin) + level;
+    const double error = (r == 0 ? looked[1] : looked[4]) + value * norm * (1.0 + kMargin) + level;
     if (norm < infinity && error < norm) upper = error / (norm - error);
   }
-  const int of = picked < 0 ? 1 : r;  // none: the more accurate one
-  for (int i = 0; i < 8; ++i) out[i] = record[i];
-  out[8] = picked, out[9] = record[3 * of] / norm, out[10] = record[3 * of + 2] / norm, out[11] = norm, out[12] = upper;
+  const bool of_first = picked >= 0 && r == 0;  // none: the more accurate one
+  for (int i = 0; i < 8; ++i) out[i] = looked[i];
+  out[8] = picked, out[9] = (of_first ? looked[0] : looked[3]) / norm,
+  out[10] = (of_first ? looked[2] : looked[5]) / norm, out[11] = norm, out[12] = upper;
   out[13] = out[14] = 0.0;
   __threadfence_system();
   *reinterpret_cast<volatile double*>(out + 15) = 1.0;

@@ -291,6 +291,7 @@ gemm_wgmma(const __grid_constant__ TmaDescriptor a0, const __grid_constant__ Tma
            int64_t vector, float alpha, float beta, float weight1, float weight2, float* gate, const float* out_scale) {
   using G = GroupGemm<C>;
   if constexpr (C::kGated) {
+    pdl_wait();
     if (*reinterpret_cast<const int*>(gate) != C::kLevels - 1) return;
   }
   extern __shared__ __align__(1024) uint8_t shared[];

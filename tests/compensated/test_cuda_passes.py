@@ -27,7 +27,9 @@ from residual.planning.ladder import Machine, Rung
 from residual.report import ToleranceError
 from tests.kernels.estimate.cta_host import HostKernels, has_compiler
 
-HEADERS = ("estimate/look.cuh", "estimate/look_pack.cuh", "estimate/verdict.cuh", "convert/digits.cuh")
+HEADERS = (
+    "estimate/look.cuh", "estimate/look_choice.cuh", "estimate/look_pack.cuh", "estimate/verdict.cuh", "convert/digits.cuh",
+)  # fmt: skip
 pytestmark = pytest.mark.skipif(not has_compiler(), reason="no g++")
 WARPS = 3
 calls: list[str] = []

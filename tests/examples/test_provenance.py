@@ -5,13 +5,20 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+import sys
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 import magicube_cutlass
 from magicube_cutlass.cli import environment
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+from harness import machine
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -80,6 +87,24 @@ def test_the_head_of_a_gpu_s_results_has_its_clocks() -> None:
     assert "provenance() | facts | _clocks()" in text
     for name in ("SM clock under load (MHz)", "SM clock limit (MHz)", "memory clock (MHz)"):
         assert name in text
+
+
+def test_clocks_are_those_of_the_gpu_that_ran(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``nvidia-smi`` numbers all GPUs, torch the visible ones: the GPU is named by its UUID."""
+    cuda = SimpleNamespace(
+        current_device=lambda: 0, get_device_properties=lambda _: SimpleNamespace(uuid="ab-c"), synchronize=lambda: None
+    )
+    zeros = torch.zeros(1, 1)
+    monkeypatch.setattr(machine, "torch", SimpleNamespace(cuda=cuda, randn=lambda *_, **__: zeros, bfloat16=None))
+    monkeypatch.setattr(machine.time, "sleep", lambda _: None)
+    monkeypatch.setattr(machine.shutil, "which", lambda _: "nvidia-smi")
+
+    def run(command: list[str], **_: object) -> SimpleNamespace:
+        assert command[:2] == ["nvidia-smi", "--id=GPU-ab-c"]
+        return SimpleNamespace(returncode=0, stdout=", ".join(map(str, range(len(machine._QUERIES)))) + "\n")
+
+    monkeypatch.setattr(machine.subprocess, "run", run)
+    assert machine._clocks() == {name: str(i) for i, name in enumerate(machine._QUERIES)}
 
 
 @pytest.mark.parametrize(("page", "file"), QUOTED)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cute_kernels.convert.digits import Digits, DigitsConfig, columns_config, digits
+from cute_kernels.convert.digits import Digits, columns_config, digits, rows_config
 from cute_kernels.convert.pack import PackConfig
 from cute_kernels.dtypes import REAL_DTYPES
 from cute_kernels.gemm.api import explain_gemm, gemm
@@ -18,12 +18,13 @@ pytestmark = pytest.mark.gpu
 
 ARCH = "sm_90a" if torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0) else "sm_80"
 # One entry, narrow, odd, whole runs, more columns than threads keep, more rows than a cluster keeps, tall.
-SHAPES = [(1, 1), (3, 5), (70, 33), (64, 256), (5, 4100), (3, 20_000), (9001, 40), (3000, 7)]
+SHAPES = [(1, 1), (3, 5), (70, 33), (64, 256), (5, 4100), (3, 20_000), (9001, 40), (3000, 7), (600, 33), (1500, 48)]
 CONFIGS = [
     config
     for name, count in product(REAL_DTYPES.values(), (1, 2, 3))
     for config in (
-        DigitsConfig("digits_rows", name, count),
+        rows_config(name, count, 1),
+        rows_config(name, count, 20_000),
         columns_config(name, count, ARCH, 1),
         columns_config(name, count, ARCH, 9001),
     )

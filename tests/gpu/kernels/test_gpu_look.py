@@ -67,12 +67,12 @@ def test_errors_are_those_of_float64(shape: tuple[int, int, int], layout: str, p
     left, right = digits(a, 8, planes, axis=1), digits(b, 8, planes, axis=0, transpose=True)
     found = look.look_right(b, probes, right.scale, planes, share=share)
     exact = a.double() @ b.double()
-    for _ in range(2):  # the ticket is back
+    for _ in range(2):  # the tickets are back
         look.look_left(a, found, left.scale, right.scale, limits_for(1e-2), memory, share=share)
         record = memory.record.tolist()
         w = probes.vectors[:n].double()
         assert record[6] == pytest.approx(float((exact @ w).norm()) / 4, rel=1e-4)
-        assert int(memory.ticket) == 0 and record[7] == 0
+        assert not memory.tickets.any() and record[7] == 0
         for r in range(2):
             error = float(((exact - digit_product(left, right, planes - 1 + r)) @ w).norm()) / 4
             assert abs(record[3 * r] - error) <= record[3 * r + 2] / 1.66 + 1e-9 * record[6]

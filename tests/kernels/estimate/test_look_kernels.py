@@ -16,7 +16,7 @@ from cute_kernels.estimate import look
 from cute_kernels.estimate.look import LookLimits, LookProbes, LookState, padded_length
 from tests.kernels.estimate.cta_host import HostKernels, has_compiler
 
-HEADERS = ("estimate/look.cuh", "estimate/look_pack.cuh", "convert/digits.cuh")
+HEADERS = ("estimate/look.cuh", "estimate/look_choice.cuh", "estimate/look_pack.cuh", "convert/digits.cuh")
 pytestmark = pytest.mark.skipif(not has_compiler(), reason="no g++")
 
 
@@ -100,10 +100,10 @@ def limits_for(tol: float, factor: float = 1.5) -> LookLimits:
     return LookLimits(tol, factors, (2.0**-22, 2.0**-21))
 
 
-def state() -> LookState:
+def state(ctas: int = 3) -> LookState:
     return LookState(
-        torch.full((3, look.RECORD), torch.nan, dtype=torch.float64), torch.full((8,), torch.nan, dtype=torch.float64),
-        torch.zeros(64), torch.zeros(1, dtype=torch.int32),
+        torch.full((ctas, look.RECORD), torch.nan, dtype=torch.float64), torch.full((8,), torch.nan, dtype=torch.float64),
+        torch.zeros(64), torch.zeros(4, dtype=torch.int32),
     )  # fmt: skip
 
 
@@ -127,7 +127,7 @@ def test_the_source_is_within_its_own_bound_of_float64(planes: int, share: int, 
         memory = state()
         look.look_left(a, found, left.scale, right.scale, limits_for(1e-2), memory, share=share)
         record = memory.record.tolist()
-        assert int(memory.ticket) == 0 and record[7] == 0.0
+        assert not memory.tickets.any() and record[7] == 0.0
         assert record[6] == pytest.approx(float(exact.size.norm()) / 4, rel=1e-4)
         for r in range(2):
             noise, error = record[3 * r + 2] / 1.5, float(exact.errors[r].norm()) / 4
@@ -150,11 +150,29 @@ def test_results_do_not_depend_on_the_order_of_threads(planes: int, host: HostKe
         upper = torch.triu_indices(16, 16)
         order = torch.argsort(upper[1] * 16 + upper[0])
         triangles = torch.cat([gram[upper[0][order], upper[1][order]] for gram in grams])
-        sums = memory.parts[:2].sum(0)
+        sums = memory.parts[0]  # of the only group
         for of, wanted in zip(sums[: 2 * 136].reshape(2, 136), triangles.reshape(2, 136), strict=True):
             assert float((of - wanted).norm()) <= 1e-4 * float(wanted.norm())
         results.append(torch.cat([memory.record, memory.gate.double(), *(x.double().flatten() for x in found)]))
     assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+
+
+@pytest.mark.parametrize("ctas", [16, 17, 35])
+def test_records_of_several_groups_are_added_once(
+    ctas: int, host: HostKernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(look, "num_sms", lambda _: 40)
+    m, k, n, planes, memory = 16 * ctas, 32, 24, 2, state(40)
+    a, b, probes = random(m, k, 1), random(k, n, 2), draw(n)
+    left, right = digits(a, 8, planes, axis=1), digits(b, 8, planes, axis=0)
+    exact, found = twin(a, b, probes, planes), look.look_right(b, probes, right.scale, planes)
+    for _ in range(2):
+        look.look_left(a, found, left.scale, right.scale, limits_for(1e-2), memory)
+        record = memory.record.tolist()
+        assert not memory.tickets.any() and memory.parts[ctas:].isnan().all()
+        assert record[6] == pytest.approx(float(exact.size.norm()) / 4, rel=1e-4)
+        for r in range(2):
+            assert abs(record[3 * r] - float(exact.errors[r].norm()) / 4) <= record[3 * r + 2] / 1.5
 
 
 @pytest.mark.parametrize("planes", [pytest.param(2, marks=pytest.mark.long), 3])
@@ -242,7 +260,7 @@ def test_slices_out_of_range_are_counted_and_nothing_is_picked(host: HostKernels
         memory = state()
         found = look.look_right(b, probes, right.scale, planes)
         look.look_left(a, found, left.scale, right.scale, limits_for(0.5), memory)
-        assert int(memory.gate[:1].view(torch.int32)) == -1 and int(memory.ticket) == 0
+        assert int(memory.gate[:1].view(torch.int32)) == -1 and not memory.tickets.any()
         assert memory.record[7] == (1 if value == 1e-30 else 2)
 
 

@@ -52,7 +52,7 @@ def test_passes_keep_their_sums_in_registers(config: LookConfig, arch: str, bina
     assert len(re.findall(r"IMMA\.16832\.U8\.S8", sass)) == 4 * (2 if left else 5)
     assert not re.search(r"\b(?:H|F|D)MMA\b", sass) and "DADD" in sass
     assert "LDG.E.128.CONSTANT" in sass and ("LDG.E.64.CONSTANT" in sass or not config.transposed)
-    assert bool(re.search(r"\bATOMG\.\S*ADD", sass)) == left, "the ticket alone"
+    assert bool(re.search(r"\bATOMG\.\S*ADD", sass)) == left, "the tickets alone"
 
 
 @pytest.mark.parametrize(("config", "arch"), PACKS, ids=[f"{arch}-{config.name}" for config, arch in PACKS])
@@ -66,8 +66,9 @@ def test_gated_products_leave_before_anything_else(config: GemmConfig, arch: str
     sass = code(binaries[config, arch].result(), config.threads)
     assert set(re.findall(r"IGMMA\.\S+", sass)) == {f"IGMMA.64x{config.tile_n}x32.S8.S8"}
     assert "UTMALDG.2D" in sass and "STG.E.128" in sass and "STG.E.64" in sass
-    start = sass[: sass.index("EXIT")]
-    assert re.search(r"\bLDG\.E\b", start) and not re.search(r"\b(?:SYNCS|UTMALDG|BAR|UCGABAR)\S*", start)
+    start = re.split(r"\bEXIT\b", sass)[0]
+    assert re.search(r"\bACQBULK\b.*\bLDG\.E\b", start, re.S), "the gate, once it is written"
+    assert not re.search(r"\b(?:SYNCS|UTMALDG|BAR|UCGABAR)\S*", start)
 
 
 @pytest.mark.parametrize(("config", "arch"), [(VerdictConfig(), "sm_90a"), (VerdictConfig(), "sm_80")])

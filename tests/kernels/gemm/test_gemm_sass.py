@@ -66,7 +66,7 @@ def test_the_kernel_is_made_of_the_instructions_that_were_meant(
     elif isinstance(config, PackConfig):
         assert "STG.E.128" in sass
     else:
-        assert ("UCGABAR_WAIT" in sass) == (config.cluster > 1)
+        assert ("UCGABAR_WAIT" in sass) == config.clustered
         assert "LDG.E.128" in sass and ("STG.E.64" in sass) == (config.kernel == "digits_columns")
 
 
