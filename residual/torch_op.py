@@ -89,9 +89,9 @@ class _Product(torch.autograd.Function):
 
 def _known_product(a: Tensor, b: Tensor, prepared: PreparedOperand | None, options: Options) -> Tensor | None:
     """Return the product of CUDA operands by the record of a call like it; None for other calls and with a gradient."""
-    if prepared is not None or (torch.is_grad_enabled() and (a.requires_grad or b.requires_grad)):
+    if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
         return None
-    return compute_known(a, b, options)
+    return compute_known(a, b, prepared, options)
 
 
 def product(a: Tensor, b: Tensor, prepared: PreparedOperand | None, options: Options) -> Tensor:

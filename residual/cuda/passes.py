@@ -273,7 +273,9 @@ def _key(A: Tensor, B: Tensor, options: Options, is_prepared: bool) -> Hashable:
     return A.shape, A.stride(), B.shape, B.stride(), options, is_prepared, device, stream
 
 
-def start_known(A: Tensor, B: Tensor, options: Options) -> Started | None:
+def start_known(
+    A: Tensor, B: Tensor, options: Options, passes: Mapping[int, RightPass] | None = None
+) -> Started | None:
     """Start a product whose kind of call has a record, without the checks of its first call; None for any other.
 
     Parameters
@@ -282,6 +284,8 @@ def start_known(A: Tensor, B: Tensor, options: Options) -> Started | None:
         CUDA tensors, strided.
     options : Options
         Of the call.
+    passes : Mapping of int to RightPass, optional
+        Of `B`, where it is prepared.
     """
     if A.dtype is not torch.float32 or B.dtype is not torch.float32:
         return None
@@ -289,10 +293,13 @@ def start_known(A: Tensor, B: Tensor, options: Options) -> Started | None:
         return None
     if A.layout is not torch.strided or B.layout is not torch.strided:
         return None
-    record = _threads.records.get(_key(A, B, options, False))
-    if record is None or record.probes is None or torch.cuda.is_current_stream_capturing() or A.is_neg() or B.is_neg():
+    record = _threads.records.get(_key(A, B, options, passes is not None))
+    if record is None or torch.cuda.is_current_stream_capturing() or A.is_neg() or B.is_neg():
         return None
-    return record.start(A, B, _threads.words.take(), None, None)
+    right = None if passes is None else passes.get(record.planes)
+    if right is None and (record.probes is None or passes is not None):
+        return None
+    return record.start(A, B, _threads.words.take(), right, None)
 
 
 def start_picked(

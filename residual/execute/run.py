@@ -79,7 +79,7 @@ def compute(A: Tensor, B: Tensor | PreparedOperand, options: Options) -> Tensor:
     return begun.outcome().checked()
 
 
-def compute_known(A: Tensor, B: Tensor, options: Options) -> Tensor | None:
+def compute_known(A: Tensor, B: Tensor, prepared: PreparedOperand | None, options: Options) -> Tensor | None:
     """Return the product of CUDA operands whose kind of call a GPU has served before; None for any other.
 
     Raises
@@ -89,11 +89,13 @@ def compute_known(A: Tensor, B: Tensor, options: Options) -> Tensor | None:
     """
     from residual.cuda import passes  # kernels of their own
 
-    started = passes.start_known(A, B, options)
+    started = passes.start_known(A, B, options, None if prepared is None else prepared.passes)
     if started is None:
         return None
     accepted = started.accepted()
-    return Begun(started, A, B, options, False).outcome().checked() if accepted is None else accepted
+    if accepted is not None:
+        return accepted
+    return Begun(started, A, B if prepared is None else prepared, options, False).outcome().checked()
 
 
 def begin(A: Tensor, B: Tensor | PreparedOperand, options: Options, measured: bool = False) -> Outcome | Begun:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,7 +24,7 @@ from residual.matmul import Pending
 from residual.operand.prepared import prepare_for
 from residual.options import Options
 from residual.planning.ladder import Machine, Rung
-from residual.report import ToleranceError
+from residual.report import EMPTY, ToleranceError
 from tests.kernels.estimate.cta_host import HostKernels, has_compiler
 
 HEADERS = (
@@ -314,3 +314,37 @@ def test_the_second_call_of_a_kind_takes_the_record_of_the_first(host: None) -> 
     A[:, 0], B[0] = 1e6, 0.0
     missed = passes.start_known(A, B, options)
     assert missed is not None and missed.accepted() is None and missed.outcome().product is None
+
+
+def test_the_second_call_of_a_prepared_operand_takes_the_record_of_the_first(host: None) -> None:
+    A, B, options = random(M, K, 1), random(K, N, 2), Options(tol=3e-2)
+    right = {2: passes.right_pass(B, 2, passes.padded_probes(draw(N, B.device, 0)))}
+    start(A, B, options)  # a call that brings B has another record
+    assert passes.start_known(A, B, options, right) is None
+    first = start(A, B, options, right)
+    calls.clear()
+    found = passes.start_known(A, B, options, right)
+    assert calls == ["digits", "look_left", "gemm 1", "gemm 2", "verdict"]
+    assert found is not None and found.accepted() is found.product and torch.equal(found.product, first.product)
+    other = 2 * B
+    of_other = {2: passes.right_pass(other, 2, passes.padded_probes(draw(N, B.device, 0)))}
+    found = passes.start_known(A, other, options, of_other)
+    assert found is not None and torch.equal(found.product, 2 * first.product)
+    for without in ({}, {3: right[2]}):  # prepared for other tolerances
+        assert passes.start_known(A, B, options, without) is None
+
+
+@pytest.mark.parametrize("missed", [False, True])
+def test_a_known_product_of_a_prepared_operand(missed: bool, host: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    A, B, options = random(M, K, 1), random(K, N, 2), Options(tol=3e-2)
+    if missed:
+        A[:, 0], B[0] = 1e6, 0.0  # a column that sets all scales meets zeros
+    right = {2: passes.right_pass(B, 2, passes.padded_probes(draw(N, B.device, 0)))}
+    held = replace(prepare_for(B, 0, ()), passes=MappingProxyType(right))
+    assert run.compute_known(A, B, held, options) is None
+    expected = start(A, B, options, right)
+    seen: list[object] = []
+    monkeypatch.setattr(run, "compute_from", lambda *args, **_: seen.append(args[1]) or run.Outcome(A, EMPTY, None))
+    found = run.compute_known(A, B, held, options)
+    assert found is A if missed else found is not None and torch.equal(found, expected.product)
+    assert seen == ([held] if missed else [])
