@@ -457,9 +457,9 @@ struct DirectBy {
 namespace magicube {
 namespace {
 
-template <class Digits>
+template <class Rows, class Digits>
 constexpr Engine engine_of(const char* name) {
-  return {name, &spmm<Avx512>, &spmm_transposed, &sddmm<Avx512>, &attention<Avx512>, &quantize, &digits, &compress,
+  return {name, &spmm<Rows>, &spmm_transposed, &sddmm<Avx512>, &attention<Avx512>, &quantize, &digits, &compress,
           &probe_right<Doubles>, &judge<Doubles>, &bound_sums<Doubles>, &pack_digits, &probe_digits<Doubles>,
           &direct<DirectBy<Digits>>, &dense<Digits, Nibbles>, &split_residual, &magnitude_sums, &select_entries, &correct<Avx512>,
           &is_structure_valid, Avx512::kColumns, Avx512::kParts, Avx512::kScratchBytes, sizeof(Avx512::Dot), int64_t{1} << 27,
@@ -468,6 +468,6 @@ constexpr Engine engine_of(const char* name) {
 
 }  // namespace
 
-const Engine kAvx512 = engine_of<Product>("avx512");
-const Engine kAmx = engine_of<AmxProduct<Product>>("amx");
+const Engine kAvx512 = engine_of<Avx512, Product>("avx512");
+const Engine kAmx = engine_of<AmxRows<Avx512>, AmxProduct<Product>>("amx");
 }  // namespace magicube

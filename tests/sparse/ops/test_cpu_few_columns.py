@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 import magicube_cutlass as mc
-from cute_kernels.cpu import extension
+from cute_kernels.cpu import extension, linear
 from cute_kernels.cpu.arguments import SparseOperand
 from cute_kernels.cpu.calls import column_masks
 from cute_kernels.integers import int_range
 from magicube_cutlass.autograd.integer import compress, quantized
 from magicube_cutlass.dispatch import cpu_linear
+from magicube_cutlass.dispatch.cpu import pack_operand
 
 pytestmark = pytest.mark.skipif(not extension.available(), reason="no engine")
 
@@ -75,6 +76,33 @@ def test_scaled_panels_have_the_bits_of_the_formula(path: str, m: int, columns: 
         assert torch.equal(
             mc.spmm(a, b, out_dtype=torch.float32, bias=bias), total.float() * row * column + bias[:, None]
         )
+
+
+@pytest.mark.parametrize("columns", [33, 150])
+@pytest.mark.parametrize("vector_length", [8, 16, 32])
+@pytest.mark.parametrize(("a_signed", "b_signed"), [(True, True), (True, False), (False, True), (False, False)])
+def test_long_vector_rows_are_exact(
+    path: str, columns: int, vector_length: int, a_signed: bool, b_signed: bool
+) -> None:
+    """By tiles where the CPU has them: of vector rows with many vectors, and others between them."""
+    rows, k = 9, 1000
+    mask = torch.rand(rows, k, generator=torch.Generator().manual_seed(columns)) < 0.6
+    mask[1], mask[3, 5:], mask[4, 33:] = False, False, False  # an empty one, and two short ones
+    m, pattern = rows * vector_length, mc.Pattern.from_vector_mask(mask, rows * vector_length, vector_length)
+    values, data = ints((pattern.vectors, vector_length), 8, a_signed, 1), ints((k, columns), 8, b_signed, 2)
+    scale, bias = torch.linspace(0.1, 2, m), torch.linspace(-9, 9, m)
+    a = mc.SRBCRS.from_pattern(pattern, values, bits=8, signed=a_signed, scale=scale[:, None])
+    b, dense = mc.QuantTensor.from_ints(data, bits=8, signed=b_signed), a.to_dense(dequantize=False)
+    expected = multiply(dense, data)
+    assert torch.equal(mc.spmm(a, b, out_dtype=torch.int32), expected.int())
+    assert torch.equal(
+        mc.spmm(a, b, out_dtype=torch.float32, bias=bias), expected.float() * scale[:, None] + bias[:, None]
+    )
+    weight = linear.pack_left(SparseOperand(*pack_operand(a), m, k, 8, a_signed))
+    x = ints((columns, k), 8, True, 3).clamp(-127)  # the scale of each row is 1
+    x[:, 7] = 127
+    rows_of = linear.LinearCall(weight, columns, k, 8, torch.float32)(x.float(), None, scale, bias)
+    assert torch.equal(rows_of, multiply(x, dense.mT).float() * scale + bias)
 
 
 @pytest.mark.parametrize("columns", [1, 2, 3, 7, 8, 9, 15, 16, 17])
