@@ -11,6 +11,8 @@
 #include "integers.hpp"
 #include "spmm.hpp"
 
+#define MAGICUBE_TILES __attribute__((target("amx-tile,amx-int8")))
+
 namespace {
 
 using magicube::kPanel;
@@ -58,8 +60,8 @@ struct AmxProduct {
   // sums (rows, columns) += a b: tiles 0 to 3 hold sums, 4 and 5 rows of a, 6 and 7 columns of b. The last tile of rows has `last` ones, all
   // others have 16.
   template <bool Two>
-  __attribute__((target("amx-tile,amx-int8"), noinline)) static void add_tiles(const Digit* a, int64_t pitch, int rows, int last,
-                                                                              const int8_t* b, int64_t steps, int columns, int32_t* sums) {
+  MAGICUBE_TILES __attribute__((noinline)) static void add_tiles(const Digit* a, int64_t pitch, int rows, int last, const int8_t* b,
+                                                                 int64_t steps, int columns, int32_t* sums) {
     constexpr int64_t kSumBytes = kPanel * sizeof(int32_t), kPanelBytes = kPanel * kQuad;
     alignas(64) Shapes shapes;
     for (int tile = 0; tile < 8; ++tile) {
@@ -154,7 +156,7 @@ struct AmxRows : Vnni {
 
   // Tiles 0 to 3 += tile 4 times the quads. Numbers of tiles are text.
   template <bool Signed>
-  __attribute__((always_inline, target("amx-tile,amx-int8"))) static void multiply(const Quads& quads) {
+  MAGICUBE_TILES __attribute__((always_inline)) static void multiply(const Quads& quads) {
     _tile_loadd(5, quads[0], 64);
     _tile_loadd(6, quads[1], 64);
     _tile_loadd(7, quads[2], 64);
@@ -183,8 +185,8 @@ struct AmxRows : Vnni {
       const __m512 columns = Scales ? _mm512_maskz_loadu_ps(mask, at.column_scales + q * 16) : _mm512_setzero_ps();
       float* to = out + q * 16;
       for (int i = 0; i < kTileRows; ++i, to += at.pitch) {
-        const __m512i sum = _mm512_sub_epi32(_mm512_load_si512(at.sums + i * kPanel + q * 16),
-                                             _mm512_set1_epi32(at.shift * static_cast<int32_t>(at.a.row_sums[row + i])));
+        const __m512i sum = _mm512_add_epi32(_mm512_load_si512(at.sums + i * kPanel + q * 16),
+                                             _mm512_set1_epi32(-at.shift * static_cast<int32_t>(at.a.row_sums[row + i])));
         __m512 result = _mm512_castsi512_ps(sum);
         if (Scales) {
           const __m512 scaled = _mm512_mul_ps(_mm512_cvtepi32_ps(sum), _mm512_set1_ps(scales[i]));
@@ -198,7 +200,7 @@ struct AmxRows : Vnni {
 
   // Vector rows [first, last): tiles 0 to 3 hold sums, 4 a block of A, 5 to 7 quads.
   template <bool Signed, bool Scales>
-  __attribute__((target("amx-tile,amx-int8"), noinline)) static void rows(const WholeRows& at, int64_t first, int64_t last, float* out) {
+  MAGICUBE_TILES __attribute__((noinline)) static void rows(const WholeRows& at, int64_t first, int64_t last, float* out) {
     const auto& a = at.a;
     const int64_t stride = a.stride, block = stride * a.vector_length;
     alignas(64) Shapes shapes;

@@ -318,41 +318,52 @@ inline __m512d _mm512_cvtps_pd(__m256 a) {
   return out;
 }
 
-// Tiles: eight of up to 16 rows of 64 bytes. A shape beyond that of the loaded configuration aborts, as the hardware faults.
+// Tiles: eight of up to 16 rows of up to 64 bytes. A shape beyond that of the loaded configuration aborts, as the hardware faults.
 namespace emulated {
 struct Tiles {
-  uint8_t rows[8];
+  uint8_t rows[8], bytes[8];
   uint8_t data[8][16][64];
 };
 inline thread_local Tiles tiles;
+
+// Left and Right: int8_t or uint8_t.
+template <class Left, class Right>
+void multiply_tiles(int sum, int left, int right) {
+  if (tiles.rows[sum] != tiles.rows[left] || tiles.bytes[left] != 4 * tiles.rows[right] || tiles.bytes[right] != 64) std::abort();
+  for (int r = 0; r < tiles.rows[sum]; ++r) {
+    for (int n = 0; n < 16; ++n) {
+      uint32_t total;
+      std::memcpy(&total, &tiles.data[sum][r][4 * n], 4);
+      for (int k = 0; k < tiles.bytes[left]; ++k) {
+        total += static_cast<uint32_t>(static_cast<Left>(tiles.data[left][r][k]) * static_cast<Right>(tiles.data[right][k / 4][4 * n + k % 4]));
+      }
+      std::memcpy(&tiles.data[sum][r][4 * n], &total, 4);
+    }
+  }
+}
 }  // namespace emulated
 
 inline void _tile_loadconfig(const void* from) {
   const auto* const bytes = static_cast<const uint8_t*>(from);
   if (bytes[0] != 1) std::abort();
   for (int t = 0; t < 8; ++t) {
-    emulated::tiles.rows[t] = bytes[48 + t];
-    if (bytes[48 + t] > 16 || bytes[16 + 2 * t] != 64) std::abort();
+    emulated::tiles.rows[t] = bytes[48 + t], emulated::tiles.bytes[t] = bytes[16 + 2 * t];
+    if (bytes[48 + t] > 16 || bytes[16 + 2 * t] > 64 || bytes[17 + 2 * t] != 0) std::abort();
   }
   std::memset(emulated::tiles.data, 0, sizeof emulated::tiles.data);
 }
 inline void _tile_release() { std::memset(&emulated::tiles, 0, sizeof emulated::tiles); }
+inline void _tile_zero(int tile) { std::memset(emulated::tiles.data[tile], 0, sizeof emulated::tiles.data[tile]); }
 inline void _tile_loadd(int tile, const void* from, int64_t pitch) {
-  for (int r = 0; r < emulated::tiles.rows[tile]; ++r) std::memcpy(emulated::tiles.data[tile][r], static_cast<const uint8_t*>(from) + r * pitch, 64);
-}
-inline void _tile_stored(int tile, void* to, int64_t pitch) {
-  for (int r = 0; r < emulated::tiles.rows[tile]; ++r) std::memcpy(static_cast<uint8_t*>(to) + r * pitch, emulated::tiles.data[tile][r], 64);
-}
-inline void _tile_dpbusd(int sum, int left, int right) {
-  if (emulated::tiles.rows[sum] != emulated::tiles.rows[left] || emulated::tiles.rows[right] != 16) std::abort();
-  for (int r = 0; r < emulated::tiles.rows[sum]; ++r) {
-    for (int n = 0; n < 16; ++n) {
-      uint32_t total;
-      std::memcpy(&total, &emulated::tiles.data[sum][r][4 * n], 4);
-      for (int k = 0; k < 64; ++k) {
-        total += static_cast<uint32_t>(emulated::tiles.data[left][r][k] * static_cast<int8_t>(emulated::tiles.data[right][k / 4][4 * n + k % 4]));
-      }
-      std::memcpy(&emulated::tiles.data[sum][r][4 * n], &total, 4);
-    }
+  _tile_zero(tile);
+  for (int r = 0; r < emulated::tiles.rows[tile]; ++r) {
+    std::memcpy(emulated::tiles.data[tile][r], static_cast<const uint8_t*>(from) + r * pitch, emulated::tiles.bytes[tile]);
   }
 }
+inline void _tile_stored(int tile, void* to, int64_t pitch) {
+  for (int r = 0; r < emulated::tiles.rows[tile]; ++r) {
+    std::memcpy(static_cast<uint8_t*>(to) + r * pitch, emulated::tiles.data[tile][r], emulated::tiles.bytes[tile]);
+  }
+}
+inline void _tile_dpbusd(int sum, int left, int right) { emulated::multiply_tiles<uint8_t, int8_t>(sum, left, right); }
+inline void _tile_dpbsud(int sum, int left, int right) { emulated::multiply_tiles<int8_t, uint8_t>(sum, left, right); }

@@ -18,7 +18,7 @@ ASSEMBLY = {  # and what takes its place
     '__builtin_cpu_supports("avx512vbmi")': "emulated::has_vbmi",
     'asm volatile("" : "+v"(kept[0]), "+v"(kept[1]), "+v"(kept[2]), "+v"(kept[3]));': "",
     '__attribute__((target("avx512vbmi2"))) ': "",
-    '__attribute__((target("amx-tile,amx-int8"), noinline)) ': "",
+    '__attribute__((target("amx-tile,amx-int8")))': "",
 }
 CALLS = """
 #include <immintrin.h>

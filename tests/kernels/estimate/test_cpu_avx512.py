@@ -187,6 +187,24 @@ def test_sparse_products_are_exact(emulated_engine: ctypes.CDLL, n: int) -> None
             assert torch.equal(found[0], found[1])
 
 
+@pytest.mark.parametrize("n", (33, 64, 100))
+def test_long_sparse_rows_are_exact_by_tiles(emulated_engine: ctypes.CDLL, n: int) -> None:
+    generator = torch.Generator().manual_seed(n)
+    for v, m in ((8, 24), (16, 48)):
+        a, b = (torch.randint(-128, 128, size, generator=generator).to(torch.int8) for size in ((m, 1100), (1100, n)))
+        a *= (torch.rand(m, 1100, generator=generator) < 0.6).to(torch.int8)
+        a[v : 2 * v] = 0
+        sparse = SparseOperand(*pack_operand(mc.SRBCRS.from_dense(a, vector_length=v, bits=8)), m, 1100, 8, True)
+        out = torch.empty(m, n, dtype=torch.int32)
+        multiply_sparse_emulated(emulated_engine, AMX, 1, sparse, b, out, (None, None, None))
+        assert torch.equal(out.long(), (a.double() @ b.double()).long())
+        scales, found = tuple(torch.rand(size, generator=generator) for size in (m, n, m)), []
+        for emulated in (0, AMX):
+            found.append(torch.empty(m, n))
+            multiply_sparse_emulated(emulated_engine, emulated, 1, sparse, b, found[-1], scales)
+        assert torch.equal(found[0], found[1])
+
+
 @pytest.mark.parametrize("n", (1, 2, 3, 16))
 @pytest.mark.parametrize("signed", (True, False))
 def test_sparse_products_with_few_columns_are_exact(emulated_engine: ctypes.CDLL, n: int, signed: bool) -> None:
