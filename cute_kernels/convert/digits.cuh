@@ -4,8 +4,7 @@
 // power of two. Rows and columns of tiny numbers are multiplied by 2^100 first, so that only the scale is subnormal. Every
 // operation rounds once, in the order of the CPU engine, so that both give the same integers.
 // Architectures: sm_80 and later; clusters from sm_90a on.
-// Work: digits_rows: `lanes` threads per row. digits_columns: a cluster of CTAs per tile of kColumns columns,
-// or a CTA.
+// Work: digits_rows: `lanes` threads per row. digits_columns: a CTA, or a cluster of them, per tile of kColumns columns.
 // Pipeline: amax over registers, then digits; entries beyond the registers are loaded twice.
 // Source: Gu, arXiv 2403.06924, equations 4 to 7.
 #pragma once

@@ -19,7 +19,7 @@ using magicube::kPanel;
 using magicube::kQuad;
 
 // What _tile_loadconfig reads.
-struct Shapes {
+struct TileShapes {
   uint8_t palette = 1, start_row = 0, reserved[14] = {};
   uint16_t row_bytes[16] = {};
   uint8_t rows[16] = {};
@@ -63,7 +63,7 @@ struct AmxProduct {
   MAGICUBE_TILES __attribute__((noinline)) static void add_tiles(const Digit* a, int64_t pitch, int rows, int last, const int8_t* b,
                                                                  int64_t steps, int columns, int32_t* sums) {
     constexpr int64_t kSumBytes = kPanel * sizeof(int32_t), kPanelBytes = kPanel * kQuad;
-    alignas(64) Shapes shapes;
+    alignas(64) TileShapes shapes;
     for (int tile = 0; tile < 8; ++tile) {
       shapes.row_bytes[tile] = 64;
       const bool is_last = Two ? tile == 2 || tile == 3 || tile == 5 : tile < 6;
@@ -136,21 +136,18 @@ struct AmxRows : Vnni {
     return vectors >= kLongCall && vectors >= kLongRow * (last - first);
   }
 
-  // Quads of the block of A from column `begin` on, of a vector row that ends at `end`; those that it lacks are zeros.
+  // Quads of the block of A from column `begin` on, of a vector row that ends at `end`. Others keep their bytes, whose values are zero.
   template <bool Signed>
   __attribute__((always_inline)) static void gather(const WholeRows& at, int64_t begin, int64_t end, Quads& to) {
-    const int all = at.a.stride / kQuad, quads = static_cast<int>(lesser(all, (end - begin + kQuad - 1) / kQuad));
+    const int64_t quads = (lesser(at.a.stride, end - begin) + kQuad - 1) / kQuad;
     const int32_t* columns = at.a.columns + begin;
-    for (int i = 0; i < quads; ++i, columns += kQuad) {
+    for (int64_t i = 0; i < quads; ++i, columns += kQuad) {
       const __m512i k[4] = {Vnni::row(at.panel, columns[0]), Vnni::row(at.panel, columns[1]), Vnni::row(at.panel, columns[2]),
                             Vnni::row(at.panel, columns[3])};  // (4, 64)
       __m512i b[kVectors];
       Vnni::template interleave<Signed, 0, kVectors>(k, b);
 #pragma GCC unroll 4
       for (int q = 0; q < kVectors; ++q) _mm512_store_si512(to[q] + 64 * i, b[q]);
-    }
-    for (int i = quads; i < all; ++i) {
-      for (int q = 0; q < kVectors; ++q) _mm512_store_si512(to[q] + 64 * i, _mm512_setzero_si512());
     }
   }
 
@@ -177,7 +174,7 @@ struct AmxRows : Vnni {
 
   // Results of eight rows from `row` on: the sums start at the negated offsets.
   template <bool Scales>
-  __attribute__((always_inline)) static void put(const WholeRows& at, int64_t row, float* out) {
+  __attribute__((always_inline)) static void put_rows(const WholeRows& at, int64_t row, float* out) {
     const float *const scales = at.row_scales ? at.row_scales + row : kOnes, *const biases = at.bias ? at.bias + row : kZeros;
     const bool streams = at.streams && at.width == kPanel;
     for (int q = 0; q < kVectors; ++q) {
@@ -187,13 +184,7 @@ struct AmxRows : Vnni {
       for (int i = 0; i < kTileRows; ++i, to += at.pitch) {
         const __m512i sum = _mm512_add_epi32(_mm512_load_si512(at.sums + i * kPanel + q * 16),
                                              _mm512_set1_epi32(-at.shift * static_cast<int32_t>(at.a.row_sums[row + i])));
-        __m512 result = _mm512_castsi512_ps(sum);
-        if (Scales) {
-          const __m512 scaled = _mm512_mul_ps(_mm512_cvtepi32_ps(sum), _mm512_set1_ps(scales[i]));
-          result = _mm512_add_ps(_mm512_mul_ps(scaled, columns), _mm512_set1_ps(biases[i]));
-        }
-        if (streams) _mm512_stream_ps(to, result);
-        else _mm512_mask_storeu_ps(to, mask, result);
+        Vnni::template put<Scales>(sum, scales[i], columns, biases[i], streams, mask, to);
       }
     }
   }
@@ -203,7 +194,7 @@ struct AmxRows : Vnni {
   MAGICUBE_TILES __attribute__((noinline)) static void rows(const WholeRows& at, int64_t first, int64_t last, float* out) {
     const auto& a = at.a;
     const int64_t stride = a.stride, block = stride * a.vector_length;
-    alignas(64) Shapes shapes;
+    alignas(64) TileShapes shapes;
     for (int tile = 0; tile < 8; ++tile) {
       shapes.row_bytes[tile] = tile == 4 ? static_cast<uint16_t>(stride) : 64;
       shapes.rows[tile] = static_cast<uint8_t>(tile < 5 ? kTileRows : stride / kQuad);
@@ -243,7 +234,7 @@ struct AmxRows : Vnni {
         _tile_stored(1, at.sums + 16, kSumBytes);
         _tile_stored(2, at.sums + 32, kSumBytes);
         _tile_stored(3, at.sums + 48, kSumBytes);
-        put<Scales>(at, r * a.vector_length + v, out);
+        put_rows<Scales>(at, r * a.vector_length + v, out);
       }
     }
     _tile_release();

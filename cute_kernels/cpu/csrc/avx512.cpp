@@ -163,6 +163,19 @@ struct Avx512 : FewColumns512 {
     }
   }
 
+  // A sum as a result, int32 or scaled, to the columns of `mask`.
+  template <bool Scales>
+  __attribute__((always_inline)) static void put(__m512i sum, float scale, __m512 columns, float bias, bool streams, __mmask16 mask, float* to) {
+    __m512 result = _mm512_castsi512_ps(sum);
+    if (Scales) {
+      const __m512 scaled = _mm512_mul_ps(_mm512_cvtepi32_ps(sum), _mm512_set1_ps(scale));
+      result = _mm512_add_ps(_mm512_mul_ps(scaled, columns), _mm512_set1_ps(bias));
+    }
+    if (streams) _mm512_stream_ps(to, result);
+    else if (mask == 0xffff) _mm512_storeu_ps(to, result);  // one with a mask is slower
+    else _mm512_mask_storeu_ps(to, mask, result);
+  }
+
   // Rows of the vector row r from row v of its vectors on. Sums start at the negated offsets.
   template <int Rows, bool Signed, bool Scales, int First, int Vectors>
   __attribute__((noinline)) static void whole_pass(const WholeRows& at, int64_t r, int v, float* out) {
@@ -191,14 +204,7 @@ struct Avx512 : FewColumns512 {
     for (int i = 0; i < Rows; ++i, out += pitch) {
 #pragma GCC unroll 4
       for (int q = 0; q < Vectors; ++q) {
-        __m512 result = _mm512_castsi512_ps(sum[i][q]);
-        if (Scales) {
-          const __m512 scaled = _mm512_mul_ps(_mm512_cvtepi32_ps(sum[i][q]), _mm512_set1_ps(scales[i]));
-          result = _mm512_add_ps(_mm512_mul_ps(scaled, columns[q]), _mm512_set1_ps(biases[i]));
-        }
-        if (streams) _mm512_stream_ps(out + q * 16, result);
-        else if (masks[q] == 0xffff) _mm512_storeu_ps(out + q * 16, result);  // one with a mask is slower
-        else _mm512_mask_storeu_ps(out + q * 16, masks[q], result);
+        put<Scales>(sum[i][q], scales[i], columns[q], biases[i], streams, masks[q], out + q * 16);
       }
     }
   }
