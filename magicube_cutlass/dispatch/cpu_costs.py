@@ -65,7 +65,9 @@ class CpuCosts:
         costs, size = self.layers[place], CLASSES[place]
         whole = float(-(-tokens // size))  # the sparse kernel multiplies whole classes
         share = tokens / size
-        sparse = predict(costs[:4], (1.0, stored * whole, m * whole, k * whole), threads)
+        call, element, *ends = costs[:4]
+        # Weights are measured in L2. From memory one sums no faster than it reads, and the sparse one has masks too.
+        sparse = predict((call, max(element, costs[5]), *ends), (1.0, stored * whole, m * whole, k * whole), threads)
         return sparse, predict(costs[4:], (1.0, m * k * share, m * share, k * share), threads)
 
 

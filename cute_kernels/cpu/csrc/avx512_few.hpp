@@ -44,38 +44,37 @@ struct FewColumns512 {
     return Signed ? bytes : _mm512_xor_si512(bytes, _mm512_set1_epi8(static_cast<char>(0x80)));
   }
 
-  // The bytes of x whose bits are set, one behind another. vpcompressb waits for the old value of its destination, zeroed or not:
-  // four destinations take turns. Short: hardly a word keeps more than 32 bytes, and a store of 32 seldom crosses a line; values are
-  // fetched meanwhile, or memory would wait. Those of longer rows come in time by themselves.
-  template <bool Short>
-  __attribute__((target("avx512vbmi2"))) static void keep_as(const uint64_t* masks, int64_t words, const uint8_t* x, uint8_t* to,
-                                                             const uint8_t* values) {
-    for (; words >= 4; words -= 4, masks += 4, x += 4 * 64, values += 4 * 64) {
-      if (Short) {
-        __builtin_prefetch(masks + kAhead / 8);
-#pragma GCC unroll 4
-        for (int i = 0; i < 4; ++i) __builtin_prefetch(values + kAhead + i * 64);
-      }
-      __m512i kept[4];
-#pragma GCC unroll 4
-      for (int i = 0; i < 4; ++i) kept[i] = _mm512_maskz_compress_epi8(masks[i], _mm512_loadu_si512(x + i * 64));
-      asm volatile("" : "+v"(kept[0]), "+v"(kept[1]), "+v"(kept[2]), "+v"(kept[3]));
-#pragma GCC unroll 4
-      for (int i = 0; i < 4; ++i) {
-        const int here = __builtin_popcountll(masks[i]);
-        if (Short) _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_castsi512_si256(kept[i]));
-        if (!Short || __builtin_expect(here > 32, 0)) _mm512_storeu_si512(to, kept[i]);
-        to += here;
-      }
-    }
-    for (; words > 0; --words, ++masks, x += 64) {
-      _mm512_storeu_si512(to, _mm512_maskz_compress_epi8(*masks, _mm512_loadu_si512(x)));
-      to += __builtin_popcountll(*masks);
-    }
+  // vpcompressb, of VBMI2: a function that GCC compiles for that would not be inlined.
+  static __m512i compress(uint64_t mask, const uint8_t* x) {
+    const __m512i bytes = _mm512_loadu_si512(x);
+    __m512i kept;
+    asm("vpcompressb %1, %0%{%2%}%{z%}" : "=v"(kept) : "v"(bytes), "Yk"(mask));
+    return kept;
   }
 
-  static void keep(const uint64_t* masks, int64_t words, int64_t count, const uint8_t* x, uint8_t* to, const uint8_t* values) {
-    count <= words * 16 ? keep_as<true>(masks, words, x, to, values) : keep_as<false>(masks, words, x, to, values);
+  // A store of 32 bytes seldom crosses a line.
+  static uint8_t* store_kept(uint64_t mask, __m512i kept, int narrow, uint8_t* to) {
+    const int here = __builtin_popcountll(mask);
+    if (here > narrow) _mm512_storeu_si512(to, kept);
+    else _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_castsi512_si256(kept));
+    return to + here;
+  }
+
+  // The bytes of x whose bits are set, one behind another. vpcompressb waits for the old value of its destination, zeroed or not:
+  // four destinations take turns.
+  static uint8_t* keep_four(const uint64_t* masks, const uint8_t* x, int narrow, uint8_t* to) {
+    __m512i kept[4];
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) kept[i] = compress(masks[i], x + i * 64);
+    asm volatile("" : "+v"(kept[0]), "+v"(kept[1]), "+v"(kept[2]), "+v"(kept[3]));
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) to = store_kept(masks[i], kept[i], narrow, to);
+    return to;
+  }
+
+  static void keep(const uint64_t* masks, const uint64_t* stop, const uint8_t* x, int narrow, uint8_t* to) {
+    for (; masks + 4 <= stop; masks += 4, x += 256) to = keep_four(masks, x, narrow, to);
+    for (; masks < stop; ++masks, x += 64) to = store_kept(*masks, compress(*masks, x), narrow, to);
   }
 
   // The entries of one column of B at the columns of a vector row.
@@ -104,20 +103,30 @@ struct FewColumns512 {
     return _mm_add_epi32(_mm256_castsi256_si128(both), _mm256_extracti128_si256(both, 1));
   }
 
-  // Sums of rows of values times what was gathered: the rows of a block fill whole vectors, or a part of one.
-  template <int Rows, int Stride, bool Signed>
+  // Sums of rows of values times what was gathered: the rows of a block fill whole vectors, or a part of one. What the next row
+  // keeps is kept between the blocks, in equal shares.
+  template <int Rows, int Stride, bool Signed, bool Keeps>
   static void dots_one(const FewTile& at, const uint8_t* x) {
     constexpr int kBytes = Rows * Stride, kVectors = (kBytes + 63) / 64;
     constexpr __mmask64 kPart = kBytes < 64 ? (uint64_t{1} << kBytes % 64) - 1 : ~uint64_t{0};
     __m512i sum[kVectors];
 #pragma GCC unroll 8
     for (int v = 0; v < kVectors; ++v) sum[v] = _mm512_setzero_si512();
+    const int64_t step = (at.next.words & -4) * Stride, full = 4 * at.count, skip = int64_t{Stride} * at.vector_length;
+    const uint64_t *masks = at.next.masks, *const end = masks + at.next.words;
+    const uint8_t* from = at.next.x;
+    const int narrow = at.next.narrow;
+    uint8_t* to = at.next.to;  // in registers: a store through it could change a struct
+    int64_t due = 0;           // words, times what is stored
     const uint8_t* block = at.values;
-    for (int64_t first = 0; first < at.count; first += Stride, block += int64_t{Stride} * at.vector_length) {
-      const __m512i right = dense_side<Signed>(repeated<Stride>(x + first));
+    for (const uint8_t* const stop = x + at.count; x < stop; x += Stride, block += skip) {
+      const __m512i right = dense_side<Signed>(repeated<Stride>(x));
 #pragma GCC unroll 8
       for (int v = 0; v < kVectors; ++v) multiply_add<Signed>(sum[v], _mm512_maskz_loadu_epi8(kPart, block + v * 64), right);
+      if (!Keeps) continue;
+      for (due += step; due >= full; due -= full, masks += 4, from += 256) to = keep_four(masks, from, narrow, to);
     }
+    if (Keeps) keep(masks, end, from, narrow, to);
 #pragma GCC unroll 2
     for (int r = 0; r < Rows; r += 4) {
       __m128i row[4];
@@ -233,10 +242,11 @@ struct FewColumns512 {
     if (at.width == 16) {
       return __builtin_cpu_supports("avx512vbmi") ? few_sixteen<Rows, Stride, Signed, true>(at) : few_sixteen<Rows, Stride, Signed, false>(at);
     }
-    if (!at.columns) return dots_one<Rows, Stride, Signed>(at, at.panel);
+    if (!at.columns && at.next.words) return dots_one<Rows, Stride, Signed, true>(at, at.panel);
+    if (!at.columns) return dots_one<Rows, Stride, Signed, false>(at, at.panel);
     alignas(64) uint8_t x[magicube::kExactRun + kPanel];
     gather_one(at, x);
-    dots_one<Rows, Stride, Signed>(at, x);
+    dots_one<Rows, Stride, Signed, false>(at, x);
   }
 
   template <int Rows, bool Signed>

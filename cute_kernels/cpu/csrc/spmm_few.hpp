@@ -18,6 +18,15 @@ constexpr int kTileRows = 8;
 constexpr int64_t kPage = 4096;
 constexpr int64_t kThreeShare = 12;  // stored columns per word of a mask, from which three panels beat a row of eight bytes
 
+// What the masks of a vector row keep of one column of B.
+struct KeptRow {
+  const uint64_t* masks;
+  int64_t words;
+  const uint8_t* x;  // 64 bytes a word
+  uint8_t* to;
+  int narrow;  // words that keep no more are stored as 32 bytes; 0 for rows of which many keep more
+};
+
 // Up to eight rows of one vector row times at most kFewColumns columns of B, all in registers.
 struct FewTile {
   const uint8_t* panel;  // (k + 1, width), from row 0 on; row -1 is what padding columns name
@@ -33,6 +42,7 @@ struct FewTile {
   bool b_signed;
   const int32_t* start;  // (rows), what sums start from
   int32_t* sums;         // (rows, width); where one column has less than four rows, as many as of four are written
+  KeptRow next;          // of another vector row, kept meanwhile; no words: none
 };
 
 inline bool has_few_columns(const SpmmArgs& args) {
@@ -74,13 +84,14 @@ struct SpmmFew {
   }
 
   // A vector row times a panel, or what was gathered of it: sums (V, width).
-  void multiply(int64_t vector_row, const uint8_t* panel, bool is_gathered, const int32_t* start, int32_t* sums) const {
+  void multiply(int64_t vector_row, const uint8_t* panel, bool is_gathered, KeptRow next, const int32_t* start, int32_t* sums) const {
     const auto& a = args.a;
     const int64_t begin = a.row_start[vector_row], used = a.row_end[vector_row] - begin, count = (used + a.stride - 1) & -int64_t{a.stride};
     const int rows = a.vector_length < kTileRows ? a.vector_length : kTileRows;
     for (int v = 0; v < a.vector_length; v += rows) {
       Micro::few({panel, width, is_gathered ? nullptr : a.columns + begin, count, used, a.planes + begin * a.vector_length + v * a.stride,
-                  a.stride, a.vector_length, rows, a.is_signed, args.b.is_signed, start + v, sums + v * width});
+                  a.stride, a.vector_length, rows, a.is_signed, args.b.is_signed, start + v, sums + v * width, next});
+      next.words = 0;
     }
   }
 
@@ -90,21 +101,19 @@ struct SpmmFew {
     for (int64_t r = 0; r < rows; ++r) start[r] = shift * static_cast<int32_t>(args.a.row_sums[row + r]);
   }
 
-  // Vector rows whose entries of B their masks keep, each row's before the row ahead is multiplied: a load waits for a store of
-  // other bytes of its own. Short rows cross no page, which would make their stores slow.
+  // Vector rows whose entries of B their masks keep, each row's while the row before is multiplied: values come from memory
+  // meanwhile, and no load waits for a store of its own bytes. Short rows cross no page, which would make their stores slow.
   template <class Body>
   void with_kept(int64_t r0, int64_t r1, const uint8_t* panel, const Body& body) const {
     alignas(kPage) uint8_t kept[2][magicube::kExactRun + kPage / 2];
     const int64_t words = (args.a.columns_total + 63) / 64;
-    const auto keep = [&](int64_t r) {
-      const int64_t begin = args.a.row_start[r];
-      Micro::keep(args.a.masks + r * words, words, args.a.row_end[r] - begin, panel, kept[r & 1], args.a.planes + begin * args.a.vector_length);
+    const auto row = [&](int64_t r) {
+      const int narrow = args.a.row_end[r] - args.a.row_start[r] <= words * 16 ? 32 : 0;
+      return KeptRow{args.a.masks + r * words, words, panel, kept[r & 1], narrow};
     };
-    keep(r0);
-    for (int64_t r = r0; r < r1; ++r) {
-      if (r + 1 < r1) keep(r + 1);
-      body(r, kept[r & 1]);
-    }
+    const KeptRow first = row(r0);
+    Micro::keep(first.masks, first.masks + words, first.x, first.narrow, first.to);
+    for (int64_t r = r0; r < r1; ++r) body(r, kept[r & 1], r + 1 < r1 ? row(r + 1) : KeptRow{});
   }
 
   // The vector rows of a ticket.
@@ -115,15 +124,15 @@ struct SpmmFew {
     alignas(64) int32_t sums[kRows * magicube::kFewColumns];
     start_sums(row, (r1 - r0) * v, start);
     const bool keeps = Micro::kKeeps && width == 1 && args.a.masks;
-    const auto multiply_at = [&](int64_t r, const uint8_t* x) {
-      multiply(r, x, keeps, start + (r - r0) * v, sums + (r - r0) * v * width);
+    const auto multiply_at = [&](int64_t r, const uint8_t* x, const KeptRow& next) {
+      multiply(r, x, keeps, next, start + (r - r0) * v, sums + (r - r0) * v * width);
     };
     for (int64_t p = 0; p < panels; ++p) {
       const uint8_t* const panel = panels_of + p * panel_bytes();
       if constexpr (Micro::kKeeps) {
         if (keeps) with_kept(r0, r1, panel, multiply_at);
       }
-      for (int64_t r = r0; r < r1 && !keeps; ++r) multiply_at(r, panel);
+      for (int64_t r = r0; r < r1 && !keeps; ++r) multiply_at(r, panel, KeptRow{});
       write(sums, row, lesser(r1 * v, args.a.rows) - row, batch, p, panels > 1 ? 1 : args.n);
     }
   }

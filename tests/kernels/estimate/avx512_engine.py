@@ -16,8 +16,10 @@ ASSEMBLY = {  # and what takes its place
     'asm("vpermb %1, %2, %0" : "=v"(quads) : "v"(k), "v"(order));': "quads = vpermb(order, k);",
     'asm("" : "+v"(sum[r][q]));': "{}",
     '__builtin_cpu_supports("avx512vbmi")': "emulated::has_vbmi",
+    'asm("vpcompressb %1, %0%{%2%}%{z%}" : "=v"(kept) : "v"(bytes), "Yk"(mask));': (
+        "kept = _mm512_maskz_compress_epi8(mask, bytes);"
+    ),
     'asm volatile("" : "+v"(kept[0]), "+v"(kept[1]), "+v"(kept[2]), "+v"(kept[3]));': "",
-    '__attribute__((target("avx512vbmi2"))) ': "",
     '__attribute__((target("amx-tile,amx-int8")))': "",
 }
 CALLS = """

@@ -102,6 +102,11 @@ def test_a_layer_takes_the_costs_of_its_number_of_tokens() -> None:
     assert costs.layer(3, 4, 5.0, 65, 2) == (10 + (320 + 4), 20 + (384 + 3) * 65 / 64 / 2)
 
 
+def test_a_sparse_layer_reads_an_element_no_faster_than_a_dense_one() -> None:
+    costs = CpuCosts(layers=tuple((10.0, 1.0, 0.0, 0.0, 20.0, 2.0, 0.0, 0.0) for _ in cpu_costs.CLASSES))
+    assert costs.layer(8, 16, 100.0, 1, 1) == (10 + 2 * 100, 20 + 2 * 128)
+
+
 def shortest(runs: list[Callable[[], object]]) -> list[float]:
     """Nanoseconds of one thread of each, in turns: a machine that changes its clock does not slow all runs of one."""
     best = [float("inf")] * len(runs)
