@@ -323,10 +323,10 @@ struct Product {
   static constexpr int kRows = 6, kStep = kQuad;  // times 8 columns, with two sums each: 12 accumulators
   static constexpr int64_t kBlockRows = magicube::kDirectRows;
 
-  // sums (rows, kPanel) += a b. Blocks of k whose part of the panel stays in L1 are multiplied by all rows: a slice of 8 columns
-  // reads 32 of every 256 bytes, which are few sets of a cache.
+  // sums (rows, kPanel) += a b. Blocks of k whose part of the panel stays in L1, beside the next one's, are multiplied by all rows:
+  // a slice of 8 columns reads 32 of every 256 bytes, which are few sets of a cache.
   static void multiply(const Digit* a, int64_t pitch, int rows, const int8_t* b, int64_t quads, int columns, int32_t* sums) {
-    constexpr int64_t kMost = 96;
+    constexpr int64_t kMost = 64;
     const int64_t ahead = rows > 1 ? kMost * kQuad / ((rows + kRows - 1) / kRows) : 0;
     for (; quads > 0; quads -= kMost, a += kMost * kQuad, b += kMost * kPanel * kQuad) {
       const int64_t count = lesser(kMost, quads);
@@ -385,7 +385,7 @@ struct Product {
       for (int v = 0; v < Vectors; ++v) sum[r][v] = _mm256_setzero_si256();
     }
     for (int64_t q = 0; q < quads; ++q, a += kQuad, b += kPanel * kQuad) {
-      if constexpr (Rows > 1) __builtin_prefetch(ahead, 0, 2), ahead += step;
+      if constexpr (Rows > 1) __builtin_prefetch(ahead), ahead += step;
       if constexpr (Rows > 2) {
         __m256i right[Vectors];
 #pragma GCC unroll 8
