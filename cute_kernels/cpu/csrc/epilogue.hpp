@@ -61,7 +61,7 @@ inline void write_run(const Total* totals, int64_t count, Total offset, float ro
   store_floats(scaled, count, type, out, at);
 }
 
-// Of a matrix whose rows become columns.
+// Of a matrix whose rows become columns. Passed by reference: a copy is read in other pieces than it was stored in, and waits.
 struct TurnedScales {
   const float *rows, *columns, *bias;
 
@@ -71,7 +71,7 @@ struct TurnedScales {
 #ifdef __AVX2__
 // A line of a turned square to column c.
 template <bool Scales, class Real>
-inline void store_turned_line(FloatVector line, int c, TurnedScales by, Real* out, int64_t pitch) {
+inline void store_turned_line(FloatVector line, int c, const TurnedScales& by, Real* out, int64_t pitch) {
   if (Scales) {
     using Integers = int32_t __attribute__((vector_size(4 * kLanes)));
     line = __builtin_convertvector(reinterpret_cast<Integers>(line), FloatVector) * load_vector(by.rows) * by.columns[c] + load_vector(by.bias);
@@ -83,7 +83,7 @@ inline void store_turned_line(FloatVector line, int c, TurnedScales by, Real* ou
 #ifdef __AVX512F__
 // Sixteen rows and columns of floats, or of int32 that are scaled, turned: whole cache lines of float32 are stored.
 template <bool Scales, class Real>
-void store_turned_square(const float* from, int64_t from_pitch, Real* out, int64_t pitch, TurnedScales by) {
+void store_turned_square(const float* from, int64_t from_pitch, Real* out, int64_t pitch, const TurnedScales& by) {
   const auto store = [&](int c, __m512 line) { store_turned_line<Scales>(line, c, by, out, pitch); };
 #pragma GCC unroll 2
   for (int half = 0; half < 16; half += 8, from += 8) {  // columns
@@ -116,7 +116,7 @@ void store_turned_square(const float* from, int64_t from_pitch, Real* out, int64
 #elif defined(__AVX2__)
 // Eight rows and columns of floats, or of int32 that are scaled, turned.
 template <bool Scales, class Real>
-void store_turned_square(const float* from, int64_t from_pitch, Real* out, int64_t pitch, TurnedScales by) {
+void store_turned_square(const float* from, int64_t from_pitch, Real* out, int64_t pitch, const TurnedScales& by) {
   const auto store = [&](int c, __m256 line) { store_turned_line<Scales>(line, c, by, out, pitch); };
   __m256 x[8], y[8];
   for (int i = 0; i < 8; ++i) x[i] = _mm256_loadu_ps(from + i * from_pitch);
@@ -140,7 +140,7 @@ void store_turned_square(const float* from, int64_t from_pitch, Real* out, int64
 // Rows as columns: out[j * pitch + r] = from[r * from_pitch + j], which with Scales are int32. All of a row of the output comes
 // before the next: the rows may share a set of a cache.
 template <bool Scales, class Real>
-void store_turned(const float* from, int64_t from_pitch, int64_t rows, int64_t width, Real* out, int64_t pitch, TurnedScales by) {
+void store_turned(const float* from, int64_t from_pitch, int64_t rows, int64_t width, Real* out, int64_t pitch, const TurnedScales& by) {
   constexpr int64_t kSide = kLanes ? kLanes : 8;
   for (int64_t j0 = 0; j0 < width; j0 += kSide) {
     const int64_t columns = width - j0 < kSide ? width - j0 : kSide;

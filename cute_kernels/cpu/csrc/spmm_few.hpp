@@ -78,7 +78,10 @@ struct SpmmFew {
       if (width == 1 && b.runs_along_inner) {
         load_digits(data + p * b.run_bytes, b.bits, b.is_signed, k0, k1 - k0, flip(), to, 0);
       } else {
-        stage(b, data, !b.runs_along_inner, k0, k1 - k0, p, width == 1 ? 1 : args.n, flip(), to, width, 0);
+        const auto stage_rows_of = [&](int64_t bytes) {  // inlined, with a constant
+          stage(b, data, !b.runs_along_inner, k0, k1 - k0, p, bytes == 1 ? 1 : args.n, flip(), to, bytes, 0);
+        };
+        width == 16 ? stage_rows_of(16) : width == 8 ? stage_rows_of(8) : stage_rows_of(1);
       }
     }
   }
