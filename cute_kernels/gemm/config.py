@@ -181,9 +181,13 @@ class GemmConfig(KernelConfig):
 
     @property
     def side_by_side(self) -> GemmConfig:
-        """The config that is launched where N is a multiple of 32 and rows of the output are aligned to 16 bytes."""
+        """The config that is launched where N is a multiple of 32 and rows of the output are aligned to 16 bytes.
+
+        TMA boxes of B hold whole runs of columns: those of 112 rows, half a tile of 224, stay as they are.
+        """
         columns = {"int64": 0, "float32": 4, "int32": 4}.get(self.out, 8)
-        return replace(self, adjacent=columns if self.kernel == "wgmma" else 0)
+        box = self.tile_n // self.cluster
+        return replace(self, adjacent=columns if self.kernel == "wgmma" and box % (4 * columns or 1) == 0 else 0)
 
     @property
     def name(self) -> str:

@@ -64,6 +64,7 @@ struct GroupGemm {
   static_assert(!C::kPingPong || kGroups == 2, "two groups take turns");
   static_assert(!C::kGlu || (C::kLevels == 1 && C::kAdjacent > 0 && kColumns % 32 == 0), "one product of runs of columns");
   static_assert(kCluster <= 2 && kTileN / kBoxesB <= 256, "boxes are of 256 rows at most");
+  static_assert(C::kAdjacent == 0 || kTileN / kBoxesB % (4 * C::kAdjacent) == 0, "boxes hold whole runs of columns");
   static_assert(kPlaneA % 1024 == 0 && kPlaneB / kBoxesB % 1024 == 0, "swizzled boxes start at multiples of 1024 bytes");
 
   uint32_t base;

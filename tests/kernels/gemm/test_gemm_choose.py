@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
-from cute_kernels.gemm.config import MAX_PRODUCTS, Products, select_products
+from cute_kernels.gemm.config import MAX_PRODUCTS, GemmConfig, Products, select_products
+from cute_kernels.gemm.cuda import row_order
 from cute_kernels.gemm.heuristics import candidates, choose, predict
 from cute_kernels.jit import ARCHES
 
@@ -72,3 +75,21 @@ def test_products_count_their_pairs_and_bound_their_sums() -> None:
         most = max(len(products.pairs(level)) for level in range(products.levels))
         assert products.max_k * most * 128 * 128 < 2**31 <= (products.max_k + 1) * most * 128 * 128 + 128 * 128 * most
     assert Products(1, 1, 1).max_k == MAX_PRODUCTS and MAX_PRODUCTS * 2**14 < 2**31 <= (MAX_PRODUCTS + 1) * 2**14
+
+
+@pytest.mark.parametrize(
+    ("columns", "cluster", "out", "adjacent"),
+    [
+        (224, 1, "float16", 8),
+        (224, 2, "float16", 0),
+        (224, 2, "float32", 4),
+        (192, 2, "float16", 8),
+        (64, 2, "int8", 8),
+    ],
+)
+def test_boxes_of_adjacent_columns_hold_whole_runs(columns: int, cluster: int, out: str, adjacent: int) -> None:
+    config = GemmConfig("wgmma", Products(1, 1, 1), out, tile_n=columns, cluster=cluster).side_by_side
+    assert config.adjacent == adjacent
+    rows = config.box_rows(4096, 4096)[1]
+    _, _, box = row_order(4096, rows, adjacent)
+    assert math.prod(box) == rows
