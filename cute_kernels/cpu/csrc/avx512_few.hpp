@@ -72,9 +72,13 @@ struct FewColumns512 {
     return to;
   }
 
+  static uint8_t* keep_one(const uint64_t* masks, const uint8_t* x, int narrow, uint8_t* to) {
+    return store_kept(*masks, compress(*masks, x), narrow, to);
+  }
+
   static void keep(const uint64_t* masks, const uint64_t* stop, const uint8_t* x, int narrow, uint8_t* to) {
     for (; masks + 4 <= stop; masks += 4, x += 256) to = keep_four(masks, x, narrow, to);
-    for (; masks < stop; ++masks, x += 64) to = store_kept(*masks, compress(*masks, x), narrow, to);
+    for (; masks < stop; ++masks, x += 64) to = keep_one(masks, x, narrow, to);
   }
 
   // The entries of one column of B at the columns of a vector row.
@@ -113,11 +117,14 @@ struct FewColumns512 {
 #pragma GCC unroll 8
     for (int v = 0; v < kVectors; ++v) sum[v] = _mm512_setzero_si512();
     const int64_t step = (at.next.words & -4) * Stride, full = 4 * at.count, skip = int64_t{Stride} * at.vector_length;
-    const uint64_t *masks = at.next.masks, *const end = masks + at.next.words;
+    const uint64_t* masks = at.next.masks;
     const uint8_t* from = at.next.x;
     const int narrow = at.next.narrow;
     uint8_t* to = at.next.to;  // in registers: a store through it could change a struct
-    int64_t due = 0;           // words, times what is stored
+    if (Keeps) {
+      for (const uint64_t* const stop = masks + at.next.words % 4; masks < stop; ++masks, from += 64) to = keep_one(masks, from, narrow, to);
+    }
+    int64_t due = full - 1;  // words, times what is stored: each four as early as it can be, for the next row waits for these stores
     const uint8_t* block = at.values;
     for (const uint8_t* const stop = x + at.count; x < stop; x += Stride, block += skip) {
       const __m512i right = dense_side<Signed>(repeated<Stride>(x));
@@ -126,7 +133,7 @@ struct FewColumns512 {
       if (!Keeps) continue;
       for (due += step; due >= full; due -= full, masks += 4, from += 256) to = keep_four(masks, from, narrow, to);
     }
-    if (Keeps) keep(masks, end, from, narrow, to);
+    if (Keeps && at.count == 0) keep(masks, at.next.masks + at.next.words, from, narrow, to);
 #pragma GCC unroll 2
     for (int r = 0; r < Rows; r += 4) {
       __m128i row[4];
