@@ -1,8 +1,9 @@
 """Dense int8 product on the CPU engine: a right operand of 8 or 4 bits packed once, exact int32 sums, a fused epilogue.
 
-``C = A B``, or ``C = q(X) B`` with float32 rows that the call quantizes. AVX2 multiplies pairs of 16-bit digits
-(``vpmaddwd``), AVX512-VNNI four bytes a lane (``vpdpbusd``); neither saturates. 4-bit integers stay packed in memory:
-nibbles v + 8 are unsigned bytes, of which AVX2 multiplies twice as many at a time (``vpmaddubsw``).
+``C = A B``, or ``C = q(X) B`` with float32 rows that the call quantizes. AVX512-VNNI multiplies four bytes a lane
+(``vpdpbusd``), AVX2 pairs of bytes (``vpmaddubsw``) whose sum has 16 bits: pairs of A that could saturate it are split
+in two first, which takes time where there are many, up to twice that of normal numbers. 4-bit integers stay packed in
+memory: nibbles v + 8 are unsigned bytes.
 """
 
 from __future__ import annotations

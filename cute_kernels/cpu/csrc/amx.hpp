@@ -30,6 +30,8 @@ struct AmxProduct {
   using Micro = typename Vnni::Micro;
   using Digit = typename Vnni::Digit;
   static constexpr Digit kOffset = Vnni::kOffset;
+  static constexpr int kRowOffset = 0;
+  static constexpr bool kSplits = false;
   static constexpr int kRows = Vnni::kRows, kStep = kQuad;  // whose results are read at once
   static constexpr int64_t kBlockRows = 64;
 

@@ -6,7 +6,6 @@
 // Source: Li, Osawa, Hoefler, SC'22, section V-C and figure 16.
 #pragma once
 
-#include "activation.hpp"
 #include "engine.hpp"
 #include "epilogue.hpp"
 #include "quantize.hpp"

@@ -1,10 +1,10 @@
-// The engine on AVX2: bytes widen to 16 bits, and vpmaddwd adds pairs of products exactly.
+// The engine on AVX2: bytes widen to 16 bits, and vpmaddwd adds pairs of products exactly. Dense products do not widen.
 #include <immintrin.h>
 
 #include "attention.hpp"
+#include "avx2_dense.hpp"
 #include "avx2_few.hpp"
 #include "correct.hpp"
-#include "dense.hpp"
 #include "dense_to_sparse.hpp"
 #include "direct.hpp"
 #include "estimate.hpp"
@@ -20,7 +20,7 @@ struct Avx2 : FewColumns2 {
   static constexpr int kChunkGroups = 64;  // their panel rows fill half of L1
   static constexpr int kChunk = kChunkGroups * kQuad;
   static constexpr int64_t kScratchBytes = kChunk * 4 + kTileRows * kChunk * 2;  // eight times each column; widened values
-  static constexpr bool kStreams = true, kWrites = true, kTurns = true, kQuantizesPanels = true;
+  static constexpr bool kWrites = true, kTurns = true, kQuantizesPanels = true;
   static constexpr int64_t kStreamBytes = 1 << 19;  // of an SpMM, whose output lines would be read first
 
   // Unpacks work inside 128-bit lanes: of each 16 columns a lane holds 0-3 and 8-11, the other 4-7 and 12-15.
@@ -63,14 +63,6 @@ struct Avx2 : FewColumns2 {
       }
     }
   }
-
-  static void stream(const void* from, void* to, int64_t bytes) {
-    for (int64_t i = 0; i < bytes / 32; ++i) {
-      _mm256_stream_si256(static_cast<__m256i*>(to) + i, _mm256_load_si256(static_cast<const __m256i*>(from) + i));
-    }
-  }
-
-  static void finish_streams() { _mm_sfence(); }  // orders streamed stores before other threads read them
 
   // Sixteen columns of two panel rows. GCC would load the second row to a register: one more instruction for a full front end.
   static void interleave(const uint8_t* row0, const uint8_t* row1, __m256i& low, __m256i& high) {
@@ -313,145 +305,6 @@ struct Floats {
   static Vector abs(Vector value) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), value); }
   static Vector add(Vector a, Vector b) { return _mm256_add_ps(a, b); }
   static Vector fma(Vector a, Vector b, Vector c) { return _mm256_fmadd_ps(a, b, c); }
-};
-
-// Digits of A are 16 bits, those of B widen in the loop: vpmaddwd sums pairs of products exactly, vpmaddubsw would saturate.
-struct Product {
-  using Micro = Avx2;
-  using Digit = int16_t;
-  static constexpr Digit kOffset = 0;
-  static constexpr int kRows = 6, kStep = kQuad;  // times 8 columns, with two sums each: 12 accumulators
-  static constexpr int64_t kBlockRows = magicube::kDirectRows;
-
-  // sums (rows, kPanel) += a b. Blocks of k whose part of the panel stays in L1, beside the next one's, are multiplied by all rows:
-  // a slice of 8 columns reads 32 of every 256 bytes, which are few sets of a cache.
-  static void multiply(const Digit* a, int64_t pitch, int rows, const int8_t* b, int64_t quads, int columns, int32_t* sums) {
-    constexpr int64_t kMost = 64;
-    const int64_t ahead = rows > 1 ? kMost * kQuad / ((rows + kRows - 1) / kRows) : 0;
-    for (; quads > 0; quads -= kMost, a += kMost * kQuad, b += kMost * kPanel * kQuad) {
-      const int64_t count = lesser(kMost, quads);
-      for (int r = 0; r < rows; r += kRows) {
-        const Ahead next{b + kMost * kPanel * kQuad + r / kRows * ahead * kPanel, ahead};
-        multiply_rows(a + r * pitch, pitch, static_cast<int>(lesser(kRows, rows - r)), b, count, columns, sums + r * kPanel, next);
-      }
-    }
-  }
-
- private:
-  // Bytes of the next block to fetch beside each column of a tile: spread over its steps, else they wait for one another.
-  struct Ahead {
-    const int8_t* from;
-    int64_t bytes;
-  };
-
-  static void multiply_rows(const Digit* a, int64_t pitch, int rows, const int8_t* b, int64_t quads, int columns, int32_t* sums,
-                            Ahead next) {
-    switch (rows) {
-      case 6: return multiply_tile<6, 2>(a, pitch, b, quads, columns, sums, next);
-      case 5: return multiply_tile<5, 2>(a, pitch, b, quads, columns, sums, next);
-      case 4: return multiply_tile<4, 2>(a, pitch, b, quads, columns, sums, next);
-      case 3: return multiply_tile<3, 2>(a, pitch, b, quads, columns, sums, next);
-      case 2: return multiply_tile<2, 4>(a, pitch, b, quads, columns, sums, next);
-      default: return multiply_tile<1, 8>(a, pitch, b, quads, columns, sums, next);
-    }
-  }
-
-  template <int Rows, int Vectors>
-  static void multiply_tile(const Digit* a, int64_t pitch, const int8_t* b, int64_t quads, int columns, int32_t* sums, Ahead next) {
-    constexpr int kColumns = 4 * Vectors;
-    for (int j = 0; j < columns; j += kColumns) {
-      slice<Rows, Vectors>(a, pitch, b + j * kQuad, quads, sums + j, next.from + j * next.bytes, next.bytes * kColumns / quads);
-    }
-  }
-
-  static __m256i load(const int8_t* from) { return widen(_mm_load_si128(reinterpret_cast<const __m128i*>(from)), true); }
-
-  // Four k of a row in each 64-bit lane.
-  static __m256i four(const Digit* a) {
-    int64_t both;
-    std::memcpy(&both, a, sizeof both);
-    return _mm256_set1_epi64x(both);
-  }
-
-  // Adds to rows times 4 Vectors columns, with two sums each. Inlined, it would lack registers for the accumulators and addresses.
-  // `ahead` is fetched meanwhile, `step` bytes at a time, but by a single row, which is bound by bytes already.
-  template <int Rows, int Vectors>
-  __attribute__((noinline)) static void slice(const Digit* a, int64_t pitch, const int8_t* b, int64_t quads, int32_t* out,
-                                              const int8_t* ahead, int64_t step) {
-    __m256i sum[Rows][Vectors];
-#pragma GCC unroll 6
-    for (int r = 0; r < Rows; ++r) {
-#pragma GCC unroll 8
-      for (int v = 0; v < Vectors; ++v) sum[r][v] = _mm256_setzero_si256();
-    }
-    for (int64_t q = 0; q < quads; ++q, a += kQuad, b += kPanel * kQuad) {
-      if constexpr (Rows > 1) __builtin_prefetch(ahead), ahead += step;
-      if constexpr (Rows > 2) {
-        __m256i right[Vectors];
-#pragma GCC unroll 8
-        for (int v = 0; v < Vectors; ++v) right[v] = load(b + v * 16);  // (4, 4)
-#pragma GCC unroll 6
-        for (int r = 0; r < Rows; ++r) {
-          const __m256i left = four(a + r * pitch);
-#pragma GCC unroll 8
-          for (int v = 0; v < Vectors; ++v) add(sum[r][v], _mm256_madd_epi16(left, right[v]));
-        }
-      } else {
-        __m256i left[Rows];
-#pragma GCC unroll 2
-        for (int r = 0; r < Rows; ++r) left[r] = four(a + r * pitch);
-#pragma GCC unroll 8
-        for (int v = 0; v < Vectors; ++v) {
-          const __m256i right = load(b + v * 16);  // (4, 4)
-#pragma GCC unroll 2
-          for (int r = 0; r < Rows; ++r) add(sum[r][v], _mm256_madd_epi16(left[r], right));
-        }
-      }
-    }
-#pragma GCC unroll 6
-    for (int r = 0; r < Rows; ++r) {
-#pragma GCC unroll 4
-      for (int v = 0; v < Vectors; v += 2) {
-        const __m256i pairs = _mm256_hadd_epi32(sum[r][v], sum[r][v + 1]);  // columns 0, 1, 4, 5, 2, 3, 6, 7
-        auto* const to = reinterpret_cast<__m256i*>(out + r * kPanel + v * 4);
-        _mm256_store_si256(to, _mm256_add_epi32(_mm256_load_si256(to), _mm256_permute4x64_epi64(pairs, 0xd8)));
-      }
-    }
-  }
-};
-
-// vpmaddubsw of nibbles does not saturate, and 16 bits hold eight of its sums: 16 * 15 * 128 < 2^15.
-struct Nibbles {
-  using Micro = Avx2;
-  static constexpr int kRows = 4;
-
-  template <int Rows>
-  __attribute__((noinline)) static void tile(const int8_t* a, int64_t pitch, const int8_t* b, int64_t steps, int columns, int32_t* sums) {
-    constexpr int kVectors = 8 / Rows;  // of 8 columns: 8 accumulators
-    const __m256i low = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1);
-    for (int j = 0; j < columns; j += 8 * kVectors) {
-      for (int64_t i = 0; i < steps; i += 4) {
-        __m256i sum[Rows][kVectors] = {};  // (8, 2)
-        for (int64_t step = i; step < lesser(i + 4, steps); ++step) {
-          const int8_t *const x = a + step * 2 * kQuad, *const y = b + (step * kPanel + j) * kQuad;
-          for (int half = 0; half < 2; ++half) {
-#pragma GCC unroll 8
-            for (int v = 0; v < kVectors; ++v) {
-              const __m256i both = _mm256_load_si256(reinterpret_cast<const __m256i*>(y) + v);  // (8, 4)
-              const __m256i right = _mm256_and_si256(half ? _mm256_srli_epi16(both, 4) : both, low);
-#pragma GCC unroll 4
-              for (int r = 0; r < Rows; ++r) add16(sum[r][v], _mm256_maddubs_epi16(right, four_bytes(x + r * pitch + half * kQuad)));
-            }
-          }
-        }
-#pragma GCC unroll 8
-        for (int n = 0; n < Rows * kVectors; ++n) {
-          auto* const to = reinterpret_cast<__m256i*>(sums + n / kVectors * kPanel + j) + n % kVectors;
-          *to = _mm256_add_epi32(*to, _mm256_madd_epi16(sum[n / kVectors][n % kVectors], ones));
-        }
-      }
-    }
-  }
 };
 
 struct Direct {

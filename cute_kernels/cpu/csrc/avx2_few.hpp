@@ -29,7 +29,20 @@ inline void widen_sixteen(const uint8_t* from, bool is_signed, int16_t* to) {
   _mm256_store_si256(reinterpret_cast<__m256i*>(to), widen(whole(from), is_signed));
 }
 
-struct FewColumns2 {
+// Stores past the caches.
+struct Streams2 {
+  static constexpr bool kStreams = true;
+
+  static void stream(const void* from, void* to, int64_t bytes) {
+    for (int64_t i = 0; i < bytes / 32; ++i) {
+      _mm256_stream_si256(static_cast<__m256i*>(to) + i, _mm256_load_si256(static_cast<const __m256i*>(from) + i));
+    }
+  }
+
+  static void finish_streams() { _mm_sfence(); }  // orders streamed stores before other threads read them
+};
+
+struct FewColumns2 : Streams2 {
   static constexpr bool kFew = true, kKeeps = false;
   static constexpr int kFewWidth = 8;
 

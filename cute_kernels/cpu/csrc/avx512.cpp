@@ -347,6 +347,8 @@ struct Product {
   using Micro = Avx512;
   using Digit = uint8_t;
   static constexpr Digit kOffset = 128;
+  static constexpr int kRowOffset = 0;
+  static constexpr bool kSplits = false;
   static constexpr int kRows = 6, kStep = kQuad;  // times 64 columns: 24 accumulators
   static constexpr int64_t kBlockRows = magicube::kDirectRows;
 

@@ -5,7 +5,6 @@
 // unpacked in registers: sum a v = sum a (v + 8) - 8 sum a. With group scales the int32 sums of a group are scaled in float32.
 #pragma once
 
-#include "activation.hpp"
 #include "engine.hpp"
 #include "epilogue.hpp"
 #include "quantize.hpp"
@@ -83,12 +82,122 @@ void multiply_panel(const typename Product::Digit* digits, int64_t pitch, int64_
   }
 }
 
+template <class Digit>
+int32_t sum_of(const Digit* __restrict digits, int64_t count, int offset) {
+  int32_t sum = 0;
+  for (int64_t k = 0; k < count; ++k) sum += digits[k] - offset;
+  return sum;
+}
+
+// What is split off from the digits of a quad of k, of one of four rows.
+struct Excess {
+  uint32_t at;  // 4 times the quad of its chunk, and the row
+  int8_t digits[kQuad];
+};
+
+// Parts of k, each of one group and of so many quads at most.
+struct Chunks {
+  static constexpr int64_t kMost = 64;
+  int64_t quads, group;  // quads of a group, or all of them
+
+  int64_t of_group() const { return (group + kMost - 1) / kMost; }
+  int64_t count() const { return of_group() * (quads ? (quads + group - 1) / group : 0); }
+  int64_t first(int64_t chunk) const { return chunk / of_group() * group + chunk % of_group() * kMost; }
+  int64_t end(int64_t chunk) const {  // groups of the last one may end early
+    return lesser(quads, lesser(first(chunk) + kMost, (chunk / of_group() + 1) * group));
+  }
+};
+
+// What was split off from rows, four by four: where each chunk starts, then all of it.
+struct ExcessLists {
+  uint32_t* words;
+  int64_t step, starts, chunk;  // words of four rows, those before their lists; the first chunk to be read
+
+  ExcessLists from(int64_t row, int64_t at) const { return {words + row / 4 * step, step, starts, at}; }
+  uint32_t* start(int64_t row) const { return words + row / 4 * step + chunk; }
+  Excess* list(int64_t row) const { return reinterpret_cast<Excess*>(words + row / 4 * step + starts); }
+};
+
+// Rows of digits as a product reads them: sums of each row and group, and what is split off.
+template <class Product>
+class StagedRows {
+ public:
+  using Digit = typename Product::Digit;
+  static constexpr int64_t kTogether = 4;  // rows that finish() takes
+
+  // `memory`: magicube::staged_bytes().
+  StagedRows(int8_t* memory, int64_t rows, const PackedRight& right, bool has_sums)
+      : right_(right),
+        pitch_(magicube::digit_pitch(right.inner)),
+        groups_(right.groups()),
+        has_sums_(has_sums || Product::kRowOffset != 0),
+        chunks_{(right.inner + kQuad - 1) / kQuad, right.group ? right.group / kQuad : (right.inner + kQuad - 1) / kQuad},
+        digits_(reinterpret_cast<Digit*>(memory)) {
+    const int64_t fours = (rows + kTogether - 1) / kTogether, starts = (chunks_.quads ? chunks_.count() + 2 : 0) / 2 * 2;
+    auto* const words = reinterpret_cast<uint32_t*>(digits_ + fours * kTogether * pitch_);
+    lists_ = {words, starts + chunks_.quads * kTogether * 2, starts, 0};
+    sums_ = reinterpret_cast<int32_t*>(Product::kSplits ? words + fours * lists_.step : words);
+  }
+
+  Digit* row(int64_t r) const { return digits_ + r * pitch_; }
+  const int32_t* sums(int64_t r) const { return sums_ + r * groups_; }
+  int64_t pitch() const { return pitch_; }
+
+  // To be called when the digits of up to kTogether rows from `first` on, a multiple of it, are there.
+  void finish(int64_t first, int64_t rows) const {
+    for (int64_t r = first; has_sums_ && r < first + rows; ++r) sum_groups(row(r), sums_ + r * groups_);
+    if constexpr (Product::kSplits) {
+      for (int64_t r = first; r < first + rows; ++r) std::memset(row(r) + right_.inner, 0, kQuad);
+      const ExcessLists lists = lists_.from(first, 0);
+      Product::split(row(first), pitch_, rows, chunks_, lists.start(0), lists.list(0));
+    }
+  }
+
+  // Integer sums of rows from `first` on times a group of a panel, kPanel for each row.
+  void multiply(int64_t first, int64_t rows, const int8_t* panel, int64_t g, int64_t steps, int64_t columns,
+                const int32_t* column_sums, int32_t* sums) const {
+    const Digit* const digits = row(first) + g * right_.group;
+    if constexpr (Product::kRowOffset == 0) {
+      multiply_panel<Product>(digits, pitch_, rows, panel, steps, columns, column_sums, sums);
+    } else {
+      for (int64_t r = 0; r < rows; ++r) {
+        const int32_t start = -Product::kRowOffset * this->sums(first + r)[g];
+        for (int j = 0; j < kPanel; ++j) sums[r * kPanel + j] = start;
+      }
+      if constexpr (Product::kSplits) {
+        Product::multiply(digits, pitch_, static_cast<int>(rows), panel, steps, static_cast<int>(columns), sums,
+                          lists_.from(first, g * chunks_.of_group()));
+      } else {
+        Product::multiply(digits, pitch_, rows, panel, steps, static_cast<int>(columns), sums);
+      }
+    }
+  }
+
+ private:
+  void sum_groups(const Digit* digits, int32_t* sums) const {
+    const int64_t length = right_.group ? right_.group : right_.inner;
+    for (int64_t g = 0; g < groups_; ++g) {
+      sums[g] = sum_of(digits + g * length, lesser(length, right_.inner - g * length), Product::kOffset);
+    }
+  }
+
+  const PackedRight right_;
+  const int64_t pitch_, groups_;
+  const bool has_sums_;
+  const Chunks chunks_;
+  Digit* const digits_;
+  ExcessLists lists_;
+  int32_t* sums_;  // (rows, groups)
+};
+
 // Rows of int8 digits times nibbles: the tiles of Isa, on parts of k that stay in L1.
 template <class Isa>
 struct NibbleProduct {
   using Micro = typename Isa::Micro;
   using Digit = int8_t;
   static constexpr Digit kOffset = 0;
+  static constexpr int kRowOffset = 8;
+  static constexpr bool kSplits = false;
   static constexpr int kStep = 2 * kQuad;  // k in kPanel * kQuad bytes
   static constexpr int64_t kBlockRows = magicube::kDirectRows;
 
@@ -163,9 +272,9 @@ void stream_sums(const Total* sums, float row, const float* columns, const float
 }
 #endif
 
-// totals += (sums + start) * scales, and + minima * row_sum. Separate functions: compilers honor `restrict` on parameters.
-inline void add_group(const int32_t* __restrict sums, int32_t start, const float* __restrict scales, float* __restrict totals) {
-  for (int j = 0; j < kPanel; ++j) totals[j] += static_cast<float>(sums[j] + start) * scales[j];
+// totals += sums * scales, and + minima * row_sum. Separate functions: compilers honor `restrict` on parameters.
+inline void add_group(const int32_t* __restrict sums, const float* __restrict scales, float* __restrict totals) {
+  for (int j = 0; j < kPanel; ++j) totals[j] += static_cast<float>(sums[j]) * scales[j];
 }
 
 inline void add_minima(float row_sum, const float* __restrict minima, float* __restrict totals) {
@@ -193,27 +302,20 @@ class DenseTask {
     }
   }
 
-  // `digits`, `scales` and `row_sums`, of each group, of the first row of the block.
-  void run(const typename Product::Digit* digits, const float* scales, const int32_t* row_sums) {
-    const int64_t pitch = magicube::digit_pitch(args_.right.inner);
+  // The block begins at row `first` of those staged; `scales`: of its first row.
+  void run(const StagedRows<Product>& staged, int64_t first, const float* scales) {
     const int64_t steps = (args_.right.inner + Product::kStep - 1) / Product::kStep;
     const int8_t* const panel = args_.right.packed + column_ * steps * kQuad;
-    if (args_.right.group) return run_groups(digits, pitch, steps, panel, scales, row_sums);
+    if (args_.right.group) return run_groups(staged, first, steps, panel, scales);
     alignas(64) int32_t sums[Product::kBlockRows * kPanel];
-    if constexpr (Product::kStep == kQuad) {
-      multiply_panel<Product>(digits, pitch, rows_, panel, steps, columns_, args_.right.column_sums + column_, sums);
-    } else {
-      for (int64_t i = 0; i < rows_ * kPanel; ++i) sums[i] = -8 * row_sums[i / kPanel];
-      Product::multiply(digits, pitch, rows_, panel, steps, static_cast<int>(columns_), sums);
-    }
+    staged.multiply(first, rows_, panel, 0, steps, columns_, args_.right.column_sums + column_, sums);
     for (int64_t r = 0; r < rows_; ++r) write_row(sums + r * kPanel, r, scales);
     if (args_.column_step != 1) write_columns();
   }
 
  private:
   // As run(): each group by a product of its own.
-  void run_groups(const typename Product::Digit* digits, int64_t pitch, int64_t steps, const int8_t* panel, const float* scales,
-                  const int32_t* row_sums) {
+  void run_groups(const StagedRows<Product>& staged, int64_t row, int64_t steps, const int8_t* panel, const float* scales) {
     const PackedRight& right = args_.right;
     const int64_t groups = right.groups(), step = right.group / Product::kStep, first = column_ / kPanel * groups * kPanel;
     alignas(64) int32_t sums[Product::kBlockRows * kPanel];
@@ -221,19 +323,11 @@ class DenseTask {
     std::memset(totals, 0, static_cast<size_t>(rows_ * kPanel) * sizeof(float));
     for (int64_t g = 0; g < groups; ++g) {
       const int64_t here = lesser(step, steps - g * step), at = first + g * kPanel;
-      const auto* const left = digits + g * right.group;
-      const int8_t* const part = panel + g * step * kPanel * kQuad;
-      if constexpr (Product::kStep == kQuad) {
-        multiply_panel<Product>(left, pitch, rows_, part, here, columns_, right.column_sums + at, sums);
-      } else {
-        std::memset(sums, 0, static_cast<size_t>(rows_ * kPanel) * sizeof(int32_t));
-        Product::multiply(left, pitch, rows_, part, here, static_cast<int>(columns_), sums);
-      }
+      staged.multiply(row, rows_, panel + g * step * kPanel * kQuad, g, here, columns_, right.column_sums + at, sums);
       for (int64_t r = 0; r < rows_; ++r) {
-        const int32_t start = Product::kStep == kQuad ? 0 : -8 * row_sums[r * groups + g];
-        add_group(sums + r * kPanel, start, right.group_scales + at, totals + r * kPanel);
+        add_group(sums + r * kPanel, right.group_scales + at, totals + r * kPanel);
         if (right.group_minima) {
-          add_minima(static_cast<float>(row_sums[r * groups + g]), right.group_minima + at, totals + r * kPanel);
+          add_minima(static_cast<float>(staged.sums(row + r)[g]), right.group_minima + at, totals + r * kPanel);
         }
       }
     }
@@ -316,46 +410,27 @@ class DenseTask {
   alignas(64) float block_[Product::kBlockRows * kPanel];  // results in 32 bits, integers too
 };
 
-template <class Digit>
-int32_t sum_of(const Digit* __restrict digits, int64_t count, int offset) {
-  int32_t sum = 0;
-  for (int64_t k = 0; k < count; ++k) sum += digits[k] - offset;
-  return sum;
-}
-
-// Sums of a row of digits with an offset, one per group.
-template <class Digit>
-void sum_groups(const PackedRight& right, const Digit* digits, int offset, int32_t* sums) {
-  const int64_t groups = right.groups(), length = right.group ? right.group : right.inner;
-  for (int64_t g = 0; g < groups; ++g) {
-    sums[g] = sum_of(digits + g * length, lesser(length, right.inner - g * length), offset);
-  }
-}
-
 template <class Product>
 void dense_by(const DenseArgs& args, ThreadGroup& group) {
-  using Digit = typename Product::Digit;
-  constexpr int64_t kStagedRows = 4;  // per ticket
-  const int64_t most = lesser(args.rows, Product::kBlockRows * group.size()), pitch = magicube::digit_pitch(args.right.inner);
-  const int64_t panels = (args.right.n + kPanel - 1) / kPanel, groups = args.right.groups();
-  auto* const digits = reinterpret_cast<Digit*>(group.shared());
-  auto* const scales = reinterpret_cast<float*>(group.shared() + most * pitch * static_cast<int64_t>(sizeof(Digit)));
-  auto* const row_sums = reinterpret_cast<int32_t*>(scales + most);
+  constexpr int64_t kStagedRows = StagedRows<Product>::kTogether;  // per ticket
+  const int64_t most = lesser(args.rows, Product::kBlockRows * group.size()), panels = (args.right.n + kPanel - 1) / kPanel;
+  auto* const scales = reinterpret_cast<float*>(group.shared());
+  auto* const memory = reinterpret_cast<int8_t*>(scales + (most + 15) / 16 * 16);
+  const StagedRows<Product> staged(memory, most, args.right, args.right.group_minima != nullptr);
   for (int64_t first = 0; first < args.rows; first += most) {
     const int64_t rows = lesser(most, args.rows - first), tasks = (rows + Product::kBlockRows - 1) / Product::kBlockRows * panels;
     for (int64_t r0 = group.ticket() * kStagedRows; r0 < rows; r0 = group.ticket() * kStagedRows) {
-      for (int64_t r = r0; r < lesser(rows, r0 + kStagedRows); ++r) {
-        stage_row(args, first + r, Product::kOffset, digits + r * pitch, scales + r, reinterpret_cast<float*>(group.local()));
-        if (Product::kStep != kQuad || args.right.group_minima) {
-          sum_groups(args.right, digits + r * pitch, Product::kOffset, row_sums + r * groups);
-        }
+      const int64_t count = lesser(kStagedRows, rows - r0);
+      for (int64_t r = r0; r < r0 + count; ++r) {
+        stage_row(args, first + r, Product::kOffset, staged.row(r), scales + r, reinterpret_cast<float*>(group.local()));
       }
+      staged.finish(r0, count);
     }
     if (!group.barrier()) return;
     for (int64_t task = group.ticket(); task < tasks; task = group.ticket()) {
       const int64_t r = task / panels * Product::kBlockRows;
       DenseTask<Product> block(args, first + r, lesser(Product::kBlockRows, rows - r), task % panels * kPanel);
-      block.run(digits + r * pitch, scales + r, row_sums + r * groups);
+      block.run(staged, r, scales + r);
     }
     if constexpr (Product::Micro::kStreams) Product::Micro::finish_streams();
     if (!group.barrier()) return;

@@ -150,13 +150,12 @@ void add_bounds(const float* values, const float* residuals, int64_t count, cons
   }
 }
 
-// Digits of up to kGroupRows rows from `row` on, with their scales, and the sums of their error in `sums`.
+// Digits of up to kGroupRows rows from `row` on, staged from row `at` on, with their scales, and the sums of their error in `sums`.
 template <class Isa>
-void stage_group(const DirectArgs& args, int64_t row, int64_t rows, typename Isa::Product::Digit* digits, float* scales,
-                 DirectSums& sums) {
+void stage_group(const DirectArgs& args, int64_t row, int64_t rows, const StagedRows<typename Isa::Product>& staged, int64_t at,
+                 float* scales, DirectSums& sums) {
   using Floats = typename Isa::Floats;
   using Product = typename Isa::Product;
-  const int64_t pitch = magicube::digit_pitch(args.inner);
   alignas(64) float block[kGroupRows * 2 * kErrorBlock];
   double y[(kGroupRows + 1) * kProbes] = {};
   alignas(64) float bounds[kGroupRows][Floats::kLanes] = {};
@@ -171,7 +170,7 @@ void stage_group(const DirectArgs& args, int64_t row, int64_t rows, typename Isa
     const int64_t count = lesser(kErrorBlock, args.inner - k0);
     for (int64_t r = 0; r < rows; ++r) {
       float *const values = block + r * 2 * kErrorBlock, *const residuals = values + kErrorBlock;
-      split_row(args.a + (row + r) * args.a_stride + k0, row_scales[r], count, Product::kOffset, digits + r * pitch + k0, values,
+      split_row(args.a + (row + r) * args.a_stride + k0, row_scales[r], count, Product::kOffset, staged.row(at + r) + k0, values,
                 residuals);
       add_bounds<Floats>(values, residuals, count, args.bounds + k0, args.bounds + args.inner + k0, bounds[r]);
     }
@@ -187,6 +186,8 @@ void stage_group(const DirectArgs& args, int64_t row, int64_t rows, typename Isa
     bound *= unit;
     sums.bound = fused(bound, bound, sums.bound);
   }
+  constexpr int64_t kTogether = StagedRows<Product>::kTogether;
+  for (int64_t r = 0; r < rows; r += kTogether) staged.finish(at + r, lesser(kTogether, rows - r));
   add_gram<typename Isa::Doubles>(y, rows, sums.gram);
 }
 
@@ -228,15 +229,15 @@ double store_tile(const int32_t* sums, int64_t rows, int64_t columns, const floa
 
 // Staged rows times all panels.
 template <class Isa>
-void multiply_staged(const DirectArgs& args, int64_t row, int64_t rows, const typename Isa::Product::Digit* digits,
+void multiply_staged(const DirectArgs& args, int64_t row, int64_t rows, const StagedRows<typename Isa::Product>& staged,
                      const float* scales, DirectSums& sums) {
   using Product = typename Isa::Product;
-  const int64_t pitch = magicube::digit_pitch(args.inner), quads = (args.inner + kQuad - 1) / kQuad;
+  const int64_t quads = (args.inner + kQuad - 1) / kQuad;
   alignas(64) int32_t sums_of_rows[kDirectRows * kPanel];
   for (int64_t column = 0; column < args.n; column += kPanel) {
     const int8_t* const panel = args.packed + column * quads * kQuad;
     const int64_t columns = lesser(kPanel, args.n - column);
-    multiply_panel<Product>(digits, pitch, rows, panel, quads, columns, args.column_sums + column, sums_of_rows);
+    staged.multiply(0, rows, panel, 0, quads, columns, args.column_sums + column, sums_of_rows);
     for (int64_t r = 0; r < rows; r += Product::kRows) {
       const int64_t count = lesser(Product::kRows, rows - r);
       sums.norm += store_tile<typename Isa::Doubles>(sums_of_rows + r * kPanel, count, columns, scales + r, args.col_scale + column,
@@ -247,11 +248,10 @@ void multiply_staged(const DirectArgs& args, int64_t row, int64_t rows, const ty
 
 template <class Isa>
 void direct(const DirectArgs& args, ThreadGroup& group) {
-  using Digit = typename Isa::Product::Digit;
   const int64_t chunk_rows = magicube::judge_chunk_rows(args.rows), chunks = (args.rows + chunk_rows - 1) / chunk_rows;
-  const int64_t pitch = magicube::digit_pitch(args.inner);
   auto* const parts = reinterpret_cast<DirectSums*>(group.shared());
-  auto* const digits = reinterpret_cast<Digit*>(group.local());
+  const StagedRows<typename Isa::Product> staged(reinterpret_cast<int8_t*>(group.local()), kDirectRows,
+                                                 {args.packed, args.column_sums, args.inner, args.n}, false);
   float scales[kDirectRows];
   for (int64_t chunk = group.ticket(); chunk < chunks; chunk = group.ticket()) {
     parts[chunk] = DirectSums{};
@@ -259,9 +259,9 @@ void direct(const DirectArgs& args, ThreadGroup& group) {
     for (int64_t row = chunk * chunk_rows; row < end; row += kDirectRows) {
       const int64_t rows = lesser(kDirectRows, end - row);
       for (int64_t r = 0; r < rows; r += kGroupRows) {
-        stage_group<Isa>(args, row + r, lesser(kGroupRows, rows - r), digits + r * pitch, scales + r, parts[chunk]);
+        stage_group<Isa>(args, row + r, lesser(kGroupRows, rows - r), staged, r, scales + r, parts[chunk]);
       }
-      multiply_staged<Isa>(args, row, rows, digits, scales, parts[chunk]);
+      multiply_staged<Isa>(args, row, rows, staged, scales, parts[chunk]);
     }
   }
   if (!group.barrier()) return;

@@ -476,6 +476,7 @@ int64_t bound_shared_bytes(const BoundArgs& args);
 int64_t digit_pitch(int64_t inner);  // digits from one staged row to the next
 int64_t direct_shared_bytes(int64_t rows);
 int64_t direct_local_bytes(int64_t inner);
+int64_t staged_bytes(int64_t rows, int64_t inner, int64_t groups);  // rows of digits, with their sums and what is split off
 int64_t dense_shared_bytes(const DenseArgs& args, int threads);  // digits, scales and sums of the rows that the threads share
 
 // Ask for pages of 2 MB where there are whole ones: a pass over memory then waits less for addresses.

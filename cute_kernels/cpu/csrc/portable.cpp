@@ -115,6 +115,8 @@ struct Product {
   using Micro = Portable;
   using Digit = int8_t;
   static constexpr Digit kOffset = 0;
+  static constexpr int kRowOffset = 0;
+  static constexpr bool kSplits = false;
   static constexpr int kRows = 4, kStep = kQuad;
   static constexpr int64_t kBlockRows = magicube::kDirectRows;
 

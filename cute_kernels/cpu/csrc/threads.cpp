@@ -174,11 +174,15 @@ int64_t direct_shared_bytes(int64_t rows) {
   return round_up(chunks * static_cast<int64_t>(sizeof(DirectSums)), 64);
 }
 
-int64_t direct_local_bytes(int64_t inner) { return kDirectRows * digit_pitch(inner) * 2; }  // digits of at most 16 bits
+int64_t staged_bytes(int64_t rows, int64_t inner, int64_t groups) {
+  return round_up(rows, 4) * (digit_pitch(inner) * 4 + groups * 4);  // a byte for the digit; for its share of an Excess two, and of a start
+}
+
+int64_t direct_local_bytes(int64_t inner) { return staged_bytes(kDirectRows, inner, 1); }
 
 int64_t dense_shared_bytes(const DenseArgs& args, int threads) {
   const int64_t most = kMostBlockRows * threads, rows = args.rows < most ? args.rows : most;
-  return rows * digit_pitch(args.right.inner) * 2 + round_up(rows * (4 + 4 * args.right.groups()), 64);
+  return round_up(rows * 4, 64) + staged_bytes(rows, args.right.inner, args.right.groups());
 }
 
 void ask_for_large_pages(void* memory, int64_t bytes) {

@@ -79,6 +79,22 @@ def test_long_sums_of_extreme_values_do_not_wrap(path: str, k: int, rows: int) -
     assert torch.equal(multiply(a, pack_right(b)).long(), a.long() @ b.long())
 
 
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 11, 53])
+@pytest.mark.parametrize("cut", [0, 1, 2, 3, 97])
+def test_pairs_of_digits_around_128_together_are_exact(path: str, rows: int, cut: int) -> None:
+    values = torch.tensor([-128, -127, -65, -64, -63, -1, 0, 1, 63, 64, 65, 127], dtype=torch.int8)
+    pairs = torch.cartesian_prod(values, values).flatten()[cut:]  # 16 bits of AVX2 hold pairs of at most 128, times 255
+    a = torch.stack([pairs.roll(2 * r) for r in range(rows)])
+    b = values[torch.randint(12, (len(pairs), 70), generator=torch.Generator().manual_seed(cut))]
+    b[:, 0], b[:, 1] = -128, 127
+    right, before = pack_right(b), a.clone()
+    assert torch.equal(multiply(a, right).long(), a.long() @ b.long())
+    assert torch.equal(
+        multiply(a.sign(), right).long(), a.sign().long() @ b.long()
+    )  # nothing is left of the call before
+    assert torch.equal(a, before)
+
+
 def test_k_of_two_to_the_17_is_multiplied_exactly_in_ranges() -> None:
     a, b = torch.full((2, 2**17), -128, dtype=torch.int8), torch.full((2**17, 3), -128, dtype=torch.int8)
     assert torch.equal(gemm(a, b, out_dtype=torch.int64), torch.full((2, 3), 2**31))

@@ -51,7 +51,7 @@ def by_groups(a: Tensor, b: Tensor, group: int, scales: Tensor, minima: Tensor |
 @pytest.mark.parametrize(
     ("m", "k", "n", "group"),
     [(1, 64, 64, 32), (1, 1, 1, 8), (3, 70, 65, 16), (7, 200, 130, 64), (49, 257, 40, 32), (97, 128, 17, 128), (2, 40, 9, 512),
-     (5, 1030, 3, 512)],
+     (5, 1030, 3, 512), (6, 1100, 9, 520)],
 )  # fmt: skip
 def test_groups_have_the_bits_of_float32(
     path: str, m: int, k: int, n: int, group: int, bits: int, has_minima: bool
