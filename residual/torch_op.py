@@ -87,13 +87,6 @@ class _Product(torch.autograd.Function):
         return (*_gradients(ctx, grad), None, None)
 
 
-def _known_product(a: Tensor, b: Tensor, prepared: PreparedOperand | None, options: Options) -> Tensor | None:
-    """Return the product of CUDA operands by the record of a call like it; None for other calls and with a gradient."""
-    if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
-        return None
-    return compute_known(a, b, prepared, options)
-
-
 def product(a: Tensor, b: Tensor, prepared: PreparedOperand | None, options: Options) -> Tensor:
     """Return the product with a straight-through gradient for `a` and `b`, of which `prepared` was made.
 
@@ -102,8 +95,7 @@ def product(a: Tensor, b: Tensor, prepared: PreparedOperand | None, options: Opt
     compiling = torch.compiler.is_compiling() or has_dispatch_mode() > 0
     is_plain = type(a) in PLAIN and type(b) in PLAIN
     if is_plain and not compiling:
-        quick = _known_product if a.is_cuda else single_product
-        found = quick(a, b, prepared, options)
+        found = (compute_known if a.is_cuda else single_product)(a, b, prepared, options)
         if found is not None:
             return found
     check_pair(a, b)

@@ -59,15 +59,18 @@ class LaunchCache:
 
     def run(self, key: Hashable, launch: Callable[[], object]) -> None:
         """Replay the launches of `key`, or :meth:`record` them."""
+        graph = self._graphs.get(key)
+        if graph is not None and _is_plain():
+            graph.launch()
+            return
         known = self._known.get(key)
         if known is None:
             self.record(key, launch)
             return
-        if self._graph_after and getattr(recording, "launches", None) is None and not _is_capturing():
-            graph = self._graphs.get(key) or self._count(key, known)
-            if graph is not None:
-                graph.launch()
-                return
+        graph = self._count(key, known) if self._graph_after and graph is None and _is_plain() else None
+        if graph is not None:
+            graph.launch()
+            return
         for each in known:
             each.kernel.enqueue(each)
 
@@ -80,6 +83,6 @@ class LaunchCache:
         return graph
 
 
-def _is_capturing() -> bool:
-    """Whether torch's current stream captures a graph, which takes single launches."""
-    return torch.cuda.is_current_stream_capturing()
+def _is_plain() -> bool:
+    """Whether launches may be those of a graph: nothing records them, neither here nor as a graph of torch's."""
+    return getattr(recording, "launches", None) is None and not torch.cuda.is_current_stream_capturing()

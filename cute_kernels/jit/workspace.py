@@ -139,9 +139,12 @@ class Kept:
     the launches of that call are replayed.
     """
 
-    def __init__(self, most: int, graph_after: int = 0) -> None:
-        """`most`: kinds, and sets of addresses, to cache; `graph_after`: see :class:`LaunchCache`."""
-        self._most = most
+    def __init__(self, most: int, graph_after: int = 0, allocate: Callable[[int], Tensor] | None = None) -> None:
+        """`most`: kinds, and sets of addresses, to cache; `graph_after`: see :class:`LaunchCache`.
+
+        `allocate`: returns so many bytes for the tensors of a call, by default new ones.
+        """
+        self._most, self._allocate = most, allocate
         self._replays = LaunchCache(most, graph_after)
         self._known: dict[Hashable, tuple[int, list[slice], list[tuple[Place, tuple[int, ...]]]]] = {}
 
@@ -175,7 +178,8 @@ class Kept:
             self._known[kind] = arena.size, arena.zeroed, [(place, place.strides) for place in places]
             return found
         size, zeroed, wanted = known
-        memory = torch.empty(size, dtype=torch.uint8, device=device)
+        allocate = self._allocate
+        memory = torch.empty(size, dtype=torch.uint8, device=device) if allocate is None else allocate(size)
         for part in zeroed:
             if memory.is_cuda:
                 set_to_zero(memory.data_ptr() + part.start, part.stop - part.start, memory.device.index)

@@ -40,6 +40,7 @@ _PASSES = {
     ("direct",): (2, (True, False)), ("full",): (2, (False, True)),
 }  # fmt: skip
 _STATES = 8  # streams of a thread whose memory is kept
+_KEPT_BYTES = 2**25  # of the tensors of a call, at most, that are kept for the next one: up to n = 2048
 _REPLAYS = 64  # kinds of calls, and sets of addresses, whose launches a thread keeps
 _UP = 1 + 2.0**-20  # norms in float32 are rounded up
 
@@ -158,11 +159,29 @@ def _factors(device: torch.device) -> Tensor:
         return torch.tensor(table, dtype=torch.float64, device=device)
 
 
+class _Memory:
+    """Memory for products on one stream of a thread, whose kernels run in their order."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.state = device, look.state_for(device, gemm_cuda.gate_size(device))
+        self._kept: Tensor | None = None
+
+    def take(self, size: int) -> Tensor:
+        """Return so many bytes or more for the tensors of one call."""
+        kept = self._kept
+        if kept is not None and kept.shape[0] >= size:
+            return kept
+        made = torch.empty(size, dtype=torch.uint8, device=self.device)
+        if size <= _KEPT_BYTES:
+            self._kept = made
+        return made
+
+
 class _Record:
     """What calls of one kind share: a thread's and a stream's products of these shapes, with these options."""
 
     def __init__(
-        self, A: Tensor, B: Tensor, options: Options, rungs: tuple[Rung, ...], state: look.LookState, is_plain: bool
+        self, A: Tensor, B: Tensor, options: Options, rungs: tuple[Rung, ...], memory: _Memory, is_plain: bool
     ) -> None:
         """`is_plain`: B is not prepared, and the probes follow from the seed."""
         assert options.tol is not None
@@ -171,16 +190,16 @@ class _Record:
         # a product that must not run is one whose rounding has no bound
         low, high = (verdict.product_rounding(self.planes - 1 + i) if may_run[i] else math.inf for i in range(2))
         self.roundings, self.first, self.count = (low, high), may_run.index(True), sum(may_run)
-        self.state, self.factors = state, _factors(A.device)
+        self.state, self.factors = memory.state, _factors(A.device)
         self.like = A.new_empty(1).expand(A.shape[0], B.shape[1])  # torch makes one like it in half the time
         self.probes = _drawn(B.shape[1], A.device, options.seed) if is_plain and options.seed is not None else None
-        self.launches = Kept(_REPLAYS, graph_after=2)
+        self.launches = Kept(_REPLAYS, graph_after=2, allocate=memory.take)
 
     def start(
         self, A: Tensor, B: Tensor, words: Words, right: RightPass | None, probes: look.LookProbes | None
     ) -> Started:
         """Start a product; `right`: of a prepared B, else `probes` or those of the record."""
-        product = torch.empty_like(self.like, memory_format=torch.contiguous_format)
+        product = torch.empty_like(self.like)
         used = right.tensors if right is not None else () if probes is None else tuple(probes)
         started = Started(product, words, self)
         words.arm(started)
@@ -199,7 +218,7 @@ class _Threads(threading.local):
     """What one thread keeps: memory of the passes by device and stream, whose work is in order, records and words."""
 
     def __init__(self) -> None:
-        self.known: dict[tuple[int, int], look.LookState] = {}
+        self.known: dict[tuple[int, int], _Memory] = {}
         self.records: dict[Hashable, _Record] = {}
         self.words = WordsPool()
 
@@ -207,13 +226,13 @@ class _Threads(threading.local):
 _threads = _Threads()
 
 
-def _state(device: torch.device, stream: int) -> look.LookState:
+def _memory(device: torch.device, stream: int) -> _Memory:
     """Return memory for a product on the current stream."""
     key = device.index, stream
     if key not in _threads.known:
         if len(_threads.known) >= _STATES:
             _threads.known.clear()
-        _threads.known[key] = look.state_for(device, gemm_cuda.gate_size(device))
+        _threads.known[key] = _Memory(device)
     return _threads.known[key]
 
 
@@ -229,8 +248,7 @@ class Started:
     """
 
     def __init__(self, product: Tensor, words: Words, record: _Record) -> None:
-        self.product, self.words, self._tol = product, words, record.tol
-        self._rungs, self._planes, self._first, self._count = record.rungs, record.planes, record.first, record.count
+        self.product, self.words, self._record = product, words, record
         self._numbers: list[float] | None = None
 
     def _read(self) -> list[float]:
@@ -241,28 +259,29 @@ class Started:
 
     def accepted(self) -> Tensor | None:
         """Wait for the verdict; return the product if it is within its tolerance."""
-        return self.product if verdict.accepts(self._read(), self._tol) else None
+        return self.product if verdict.accepts(self._read(), self._record.tol) else None
 
     def outcome(self) -> Measured:
         """Wait for the verdict; nothing was tried if the passes do not serve a slice."""
         found = verdict.read_verdict(self._read())
         if found.out_of_range:
             return Measured(None, EMPTY, ())
-        first, errors = self._first, list(found.predicted)
-        last = first + self._count - 1
+        record, errors = self._record, list(found.predicted)
+        first, rungs = record.first, record.rungs
+        last = first + record.count - 1
         if found.planes:
-            last = found.planes - self._planes + 1
+            last = found.planes - record.planes + 1
             errors[last] = found.error, found.upper, found.noise
         tried = tuple(
             (
-                Attempt(str(self._rungs[i - first]), *errors[i]),
+                Attempt(str(rungs[i - first]), *errors[i]),
                 ErrorEstimate(*errors[i][:2], confidence(i), errors[i][2]),
             )
             for i in range(first, last + 1)
         )
-        rung, attempts = self._rungs[last - first], tuple(attempt for attempt, _ in tried)
+        rung, attempts = rungs[last - first], tuple(attempt for attempt, _ in tried)
         report = Report(str(rung), *errors[last][:2], CONFIDENCE, rung.products, attempts)
-        is_met = found.planes > 0 and found.upper <= self._tol
+        is_met = found.planes > 0 and found.upper <= record.tol
         return Measured(self.product, report, tried[:-1]) if is_met else Measured(None, report, tried)
 
 
@@ -329,16 +348,15 @@ def start_picked(
     if right is None and options.seed is None:
         probes = padded_probes(draw(B.shape[1], A.device, None))
     if torch.cuda.is_current_stream_capturing():  # the graph has memory of its own
-        state = look.state_for(A.device, gemm_cuda.gate_size(A.device))
         words = _device_words(A.device)
-        return _Record(A, B, options, rungs, state, right is None).start(A, B, words, right, probes)
+        return _Record(A, B, options, rungs, _Memory(A.device), right is None).start(A, B, words, right, probes)
     key = _key(A, B, options, right is not None)
     record = _threads.records.get(key)
     if record is None or record.rungs != rungs:
         if len(_threads.records) >= _REPLAYS:
             _threads.records.clear()
-        state = _state(A.device, torch._C._cuda_getCurrentRawStream(A.get_device()))
-        record = _threads.records[key] = _Record(A, B, options, rungs, state, right is None)
+        memory = _memory(A.device, torch._C._cuda_getCurrentRawStream(A.get_device()))
+        record = _threads.records[key] = _Record(A, B, options, rungs, memory, right is None)
     return record.start(A, B, _threads.words.take(), right, probes)
 
 

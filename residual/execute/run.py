@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -79,17 +81,24 @@ def compute(A: Tensor, B: Tensor | PreparedOperand, options: Options) -> Tensor:
     return begun.outcome().checked()
 
 
+@cache
+def _start_known() -> Callable[..., Started | None]:
+    from residual.cuda.passes import start_known  # kernels of their own
+
+    return start_known
+
+
 def compute_known(A: Tensor, B: Tensor, prepared: PreparedOperand | None, options: Options) -> Tensor | None:
-    """Return the product of CUDA operands whose kind of call a GPU has served before; None for any other.
+    """Return the product of CUDA operands by the record of a call like it; None for others and with a gradient.
 
     Raises
     ------
     ToleranceError
         If no rung met the tolerance.
     """
-    from residual.cuda import passes  # kernels of their own
-
-    started = passes.start_known(A, B, options, None if prepared is None else prepared.passes)
+    if torch.is_grad_enabled() and (A.requires_grad or B.requires_grad):
+        return None
+    started = _start_known()(A, B, options, None if prepared is None else prepared.passes)
     if started is None:
         return None
     accepted = started.accepted()

@@ -70,7 +70,7 @@ def host(kernels: HostKernels, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
     monkeypatch.setattr(look, "num_sms", lambda _: 3)
     monkeypatch.setattr(gemm_cuda, "gated_gemm", gated_gemm)
     state = look.state_for(torch.device("cpu"), 64)
-    monkeypatch.setattr(passes, "_state", lambda *_: state)
+    monkeypatch.setattr(passes, "_memory", lambda *_: SimpleNamespace(state=state, take=None))
     monkeypatch.setattr(passes, "_threads", SimpleNamespace(records={}, words=NewWords()))
     monkeypatch.setattr(passes, "Kept", Once)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 7, raising=False)
@@ -94,7 +94,7 @@ class NewWords:
 class Once:
     """Runs what a thread would record."""
 
-    def __init__(self, most: int, graph_after: int) -> None:
+    def __init__(self, most: int, graph_after: int, allocate: object = None) -> None:
         pass
 
     def run(self, kind: object, addresses: tuple[int, ...], device: object, function: Callable[[], Any]) -> Any:
@@ -269,6 +269,18 @@ def test_a_prepared_operand_counts_its_passes(host: None) -> None:
     made = passes.right_pass(B, 2, passes.padded_probes(draw(N, B.device, 0)))
     plain = prepare_for(B, 0, ())
     assert replace(plain, passes={2: made}).nbytes == plain.nbytes + sum(each.nbytes for each in made.tensors)
+
+
+def test_memory_of_a_stream_is_kept_for_products_that_take_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gemm_cuda, "gate_size", lambda _: 64)
+    monkeypatch.setattr(look, "num_sms", lambda _: 3)
+    memory = passes._Memory(torch.device("cpu"))
+    first = memory.take(1000)
+    assert first.shape == (1000,) and memory.take(1000) is first and memory.take(10) is first
+    second = memory.take(2000)
+    assert second.shape == (2000,) and memory.take(1000) is second
+    monkeypatch.setattr(passes, "_KEPT_BYTES", 3000)
+    assert memory.take(3001).shape == (3001,) and memory.take(1000) is second
 
 
 def test_words_are_taken_again_when_they_were_read_or_are_written_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,6 +34,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from cute_kernels.jit import compiler, kernel
+from residual.cuda import passes
 from tests.kernels import launch_fakes
 from tests.kernels.launch_fakes import ANSWERS, MACHINES, Answer, FakeCode, FakeDriver, Launch, Machine, Map, array
 
@@ -97,6 +98,8 @@ class Recorder:
             self._operators = launch_fakes.replace_operators()
         torch.default_generator.manual_seed(0)
         self._purge()
+        for memory in passes._threads.known.values():  # of whichever call came before
+            memory._kept = None
         self.launches, self._answers = [], {**ANSWERS, **(answers or {})}
         for name, tensor in named.items():
             if tensor is not None and tensor.numel():

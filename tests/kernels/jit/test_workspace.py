@@ -98,6 +98,20 @@ def test_memory_is_zero_where_that_is_asked_for(monkeypatch: pytest.MonkeyPatch)
         x.fill_(1)
 
 
+def test_memory_is_where_the_caller_wants_it() -> None:
+    memory, asked = torch.zeros(2048, dtype=torch.uint8), list[int]()
+    kept = Kept(8, allocate=lambda size: asked.append(size) or memory)
+
+    def function() -> tuple[Tensor, ...]:
+        return (empty((5,), torch.int8, CPU), empty((3,), torch.float32, CPU))
+
+    kept.run("kind", (), CPU, function)
+    for _ in range(3):
+        x, y = kept.run("kind", (), CPU, function)
+        assert x.data_ptr() == memory.data_ptr() and y.data_ptr() == memory.data_ptr() + 512 and y.shape == (3,)
+    assert asked == [1024] * 3
+
+
 def test_the_number_of_cached_kinds_is_bounded() -> None:
     kept, calls = Kept(2), []
 
