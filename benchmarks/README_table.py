@@ -66,7 +66,7 @@ def render(results: dict[str, Any], densities: tuple[float, ...] = ()) -> str:
 
 def render_layers() -> str:
     """The tables of whole layers in Markdown, one per instruction set that was measured."""
-    files = [RESULTS / f"cpu_layers_{isa}.json" for isa in ("amx", "avx512", "avx2")]
+    files = [RESULTS / f"cpu_layers_{isa}.json" for isa in ("amx", "avx512", "avx2", "avx2_held")]
     return "\n\n".join(render_layer_times(json.loads(file.read_text())) for file in files if file.is_file())
 
 
@@ -77,6 +77,7 @@ def render_layer_times(results: dict[str, Any]) -> str:
     found = [times for times in found if times.tokens in LAYER_TOKENS]
     ours = [name for name in found[0].us if name.startswith(OURS)]
     head = f"{machine['cpu']}, engine path {machine['engine path']}, torch {machine['torch']}, {run_line(results)}; "
+    head += "torch held to AVX2 too; " if "torch is held by" in results["setting"] else ""
     head += f"{results['setting']['threads']} thread, microseconds ({results['setting']['time'].partition(': ')[2]})."
     cells = [
         [f"{times.out} x {times.inner}", str(times.tokens), f"{times.baseline} {times.us[times.baseline]:.1f}",

@@ -3,7 +3,9 @@
 Layers are frozen, with bias, of 0, 0.5 and 0.9 zeros; a call includes its Python. ``magicube bench`` prints the same
 table for other shapes.
 Writes ``benchmarks/results/cpu_layers_<instruction set>.json``, of which ``README_table.py`` makes a table, or
-``cpu_layers_<instruction set>_alone.json``, of layers called one by one.
+``cpu_layers_<instruction set>_alone.json``, of layers called one by one. On a CPU with AVX-512, all held to AVX2 by
+``MAGICUBE_CPU=avx2 FBGEMM_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2``:
+``cpu_layers_avx2_held.json``.
 Run: ``python benchmarks/cpu_layers.py [--quick] [--alone] [--out FILE]``
 """
 
@@ -24,6 +26,7 @@ from magicube_cutlass.cli.bench import layer_report, layer_table
 from magicube_cutlass.cli.environment import provenance
 
 RESULTS = Path(__file__).resolve().parent / "results"
+HELD = ("FBGEMM_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY")  # torch's instruction sets
 
 
 def main(
@@ -42,9 +45,11 @@ def main(
         for times in layers.time_layers(*shape, tokens, budget=0.005 if quick else budget, is_alone=alone)
     ]
     Console(width=160).print(layer_table(found))
-    path = out or RESULTS / f"cpu_layers_{engine.isa()}{'_alone' if alone else ''}.json"
+    held = {name: os.environ[name] for name in HELD if name in os.environ}
+    path = out or RESULTS / f"cpu_layers_{engine.isa()}{'_held' if held else ''}{'_alone' if alone else ''}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    report = {"machine": provenance(), **layer_report(found, alone=alone, **{"load average": os.getloadavg()[0]})}
+    setting = {"load average": os.getloadavg()[0], **({"torch is held by": held} if held else {})}
+    report = {"machine": provenance(), **layer_report(found, alone=alone, **setting)}
     path.write_text(json.dumps(report, indent=1) + "\n")
     typer.echo(f"wrote {path}")
 
