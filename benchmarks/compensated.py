@@ -40,13 +40,14 @@ def loop(calls: Mapping[str, Callable[[], object]], rounds: int = ROUNDS) -> dic
     """Return the median over rounds of the mean time of a call in a loop, in microseconds; the order is rotated."""
     counts: dict[str, int] = {}
     for name, call in calls.items():
-        for _ in range(3):
+        for _ in range(10):  # its launches become a graph
             call()
         torch.cuda.synchronize()
         start = time.perf_counter()
-        call()
+        for _ in range(5):
+            call()
         torch.cuda.synchronize()
-        counts[name] = max(3, min(200, int(0.01 / (time.perf_counter() - start))))
+        counts[name] = max(3, min(200, int(0.05 / (time.perf_counter() - start))))
     seen: dict[str, list[float]] = {name: [] for name in calls}
     names = list(calls)
     for turn in range(rounds):
