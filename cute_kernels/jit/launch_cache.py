@@ -59,7 +59,7 @@ class LaunchCache:
 
     def run(self, key: Hashable, launch: Callable[[], object]) -> None:
         """Replay the launches of `key`, or :meth:`record` them."""
-        graph = self._graphs.get(key)
+        graph = self._graphs.get(key) if self._graph_after else None
         if graph is not None and _is_plain():
             graph.launch()
             return
