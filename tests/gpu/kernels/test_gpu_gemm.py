@@ -367,3 +367,13 @@ def test_packed_integers_are_multiplied_exactly(m: int, k: int, n: int) -> None:
     scale = torch.rand(n, device="cuda")
     got = gemm(left, right, config=NATIVE_INT4, scale_b=scale, out_dtype=torch.float32)
     assert torch.equal(got, expected.float() * scale)
+
+
+def test_a_call_like_an_earlier_one_reads_what_is_there_now() -> None:
+    a, b = ints(64, 128, 1), ints(96, 128, 2).t()
+    out, scale = torch.empty(64, 96, device="cuda"), torch.rand(96, device="cuda")
+    for number in range(4):
+        a.fill_(number).add_(ints(64, 128, 3) // 2)
+        scale.fill_(1.0 + number)
+        gemm(a, b, scale_b=scale, out=out, out_dtype=torch.float32)
+        assert torch.equal(out, (a.double() @ b.double()).float() * scale)

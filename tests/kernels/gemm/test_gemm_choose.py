@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
+import torch
+from torch import Tensor
 
+from cute_kernels.gemm import cuda as gemm_cuda
 from cute_kernels.gemm.config import MAX_PRODUCTS, GemmConfig, Products, select_products
 from cute_kernels.gemm.cuda import row_order
 from cute_kernels.gemm.heuristics import candidates, choose, predict
+from cute_kernels.gemm.problem import GemmProblem
 from cute_kernels.jit import ARCHES
 
 COUNTS = [(1, 1, None), (2, 1, None), (1, 2, None), (2, 2, 1), (2, 2, 3), (2, 2, 4), (3, 3, 6), (3, 2, 5), (3, 1, 3)]
@@ -93,3 +98,45 @@ def test_boxes_of_adjacent_columns_hold_whole_runs(columns: int, cluster: int, o
     rows = config.box_rows(4096, 4096)[1]
     _, _, box = row_order(4096, rows, adjacent)
     assert math.prod(box) == rows
+
+
+def aligned(rows: int, columns: int, dtype: torch.dtype = torch.int8) -> Tensor:
+    size = torch.empty(0, dtype=dtype).element_size()
+    memory = torch.zeros(rows * columns * size + 64, dtype=torch.uint8)
+    start = -memory.data_ptr() % 64
+    return memory[start : start + rows * columns * size].view(dtype).view(rows, columns)
+
+
+def test_launches_are_replayed_for_all_that_they_depend_on_and_nothing_less() -> None:
+    a, b, out, scale = aligned(32, 64), aligned(48, 64).t(), aligned(32, 48, torch.float32), torch.ones(48)
+    c = aligned(32, 48, torch.float32)
+    problem = GemmProblem((a,), (b,), PRODUCTS[0], 8, None, scale, 1.0, 1.0, c, None, torch.float32)
+    key = gemm_cuda._replay_key(problem, out, None)
+    assert key is not None and hash(key) is not None
+    assert gemm_cuda._replay_key(replace(problem, a=(a.clone().copy_(a),)), out, None) != key
+    a.add_(1)  # what the kernels read is no part of it
+    assert gemm_cuda._replay_key(problem, out, None) == key
+    others = (
+        replace(problem, alpha=2.0), replace(problem, beta=0.5), replace(problem, shift=4), replace(problem, c=None),
+        replace(problem, activation="relu"), replace(problem, glu=True), replace(problem, col_scale=scale.clone()),
+        replace(problem, row_scale=torch.ones(32)), replace(problem, bias=torch.ones(48)), replace(problem, a=(a[:16],)),
+        replace(problem, out_scale=torch.ones(())), replace(problem, gate=torch.ones(4)), replace(problem, b=(aligned(48, 64).t(),)),
+    )  # fmt: skip
+    keys = [gemm_cuda._replay_key(each, out, None) for each in others]
+    config = candidates(PRODUCTS[0], "sm_90a")[0]
+    keys += [gemm_cuda._replay_key(problem, each, None) for each in (out.view(torch.int32), out[:16], c)]
+    keys += [gemm_cuda._replay_key(problem, out, config), key]
+    assert None not in keys and len(set(keys)) == len(keys)
+
+
+def test_launches_that_need_memory_of_their_own_are_not_replayed() -> None:
+    a, b, out, scale = aligned(32, 64), aligned(48, 64).t(), aligned(32, 48, torch.float32), torch.ones(48)
+    problem = GemmProblem((a,), (b,), PRODUCTS[0], 8, None, scale, 1.0, 0.0, None, None, torch.float32)
+    wide = PRODUCTS[0].max_k // 128 * 128 + 16
+    for each in (
+        replace(problem, col_scale=scale.half()), replace(problem, bias=torch.ones(96)[::2]),  # converted, copied
+        replace(problem, a=(a[:, 1:17],), b=(b[:16],)), replace(problem, b=(b.contiguous(),)),
+        replace(problem, c=aligned(48, 32, torch.float32).t()),
+        replace(problem, a=(a.new_empty(1).expand(1, wide),), b=(b.new_empty(1).expand(wide, 1),)),  # several launches
+    ):  # fmt: skip
+        assert gemm_cuda._replay_key(each, out, None) is None
