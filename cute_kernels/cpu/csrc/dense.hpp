@@ -103,7 +103,7 @@ struct Chunks {
   int64_t of_group() const { return (group + kMost - 1) / kMost; }
   int64_t count() const { return of_group() * (quads ? (quads + group - 1) / group : 0); }
   int64_t first(int64_t chunk) const { return chunk / of_group() * group + chunk % of_group() * kMost; }
-  int64_t end(int64_t chunk) const {  // groups of the last one may end early
+  int64_t end(int64_t chunk) const {  // the last group may end early
     return lesser(quads, lesser(first(chunk) + kMost, (chunk / of_group() + 1) * group));
   }
 };
