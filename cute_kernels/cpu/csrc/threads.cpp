@@ -175,7 +175,8 @@ int64_t direct_shared_bytes(int64_t rows) {
 }
 
 int64_t staged_bytes(int64_t rows, int64_t inner, int64_t groups) {
-  return round_up(rows, 4) * (digit_pitch(inner) * 4 + groups * 4);  // a byte for the digit; for its share of an Excess two, and of a start
+  // A byte for the digit; for its share of an Excess two, and of a start. Memory is aligned to 64 bytes, and so is its size.
+  return round_up(round_up(rows, 4) * (digit_pitch(inner) * 4 + groups * 4), 64);
 }
 
 int64_t direct_local_bytes(int64_t inner) { return staged_bytes(kDirectRows, inner, 1); }
