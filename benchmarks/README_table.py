@@ -77,7 +77,8 @@ def render_layer_times(results: dict[str, Any]) -> str:
     found = [times for times in found if times.tokens in LAYER_TOKENS]
     ours = [name for name in found[0].us if name.startswith(OURS)]
     head = f"{machine['cpu']}, engine path {machine['engine path']}, torch {machine['torch']}, {run_line(results)}; "
-    head += "torch held to AVX2 too; " if "torch is held by" in results["setting"] else ""
+    held = results["setting"].get("torch is held by", {})
+    head += f"torch held by {', '.join(f'{name}={value}' for name, value in held.items())}; " if held else ""
     head += f"{results['setting']['threads']} thread, microseconds ({results['setting']['time'].partition(': ')[2]})."
     cells = [
         [f"{times.out} x {times.inner}", str(times.tokens), f"{times.baseline} {times.us[times.baseline]:.1f}",

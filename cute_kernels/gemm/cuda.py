@@ -297,10 +297,11 @@ def gemm_cuda(problem: GemmProblem, out: Tensor, config: GemmConfig | None = Non
         `out`.
     """
     key = _replay_key(problem, out, config)
-    if key is None:
-        _run(problem, out, config)
-    else:
-        _replays.run(key, lambda: _run(problem, out, config))
+    with device_of(out):
+        if key is None:
+            _run(problem, out, config)
+        else:
+            _replays.run(key, lambda: _run(problem, out, config))
     return out
 
 
@@ -325,25 +326,22 @@ def _replay_key(problem: GemmProblem, out: Tensor, config: GemmConfig | None) ->
 
 
 def _run(problem: GemmProblem, out: Tensor, config: GemmConfig | None) -> None:
-    """Launch a product; see :func:`gemm_cuda`."""
-    with device_of(out):
-        left, right = problem.packed
-        if config is not None and config.bits == 4:
-            assert left is not None and right is not None
-            a, b = [_packed(left.lines)], [_packed(right.lines)]  # (M, K / 2), (N, K / 2)
-        else:
-            problem = problem.unpacked()
-            a = [_packed(plane) for plane in problem.a]  # (M, K) each
-            b = [_packed(plane.t()) for plane in problem.b]  # (N, K) each
-        arch = current_arch()
-        sms = num_sms(out.device.index)
-        for part in parts(problem, out):
-            chosen = select_config(problem, part, arch, sms)
-            if config is not None:
-                given = replace(
-                    config, out=chosen.out, source=chosen.source, activation=chosen.activation, glu=chosen.glu
-                )
-                chosen = given.side_by_side if takes_runs(part.out, part.c) else replace(given, adjacent=0)
-            if problem.gate is not None:
-                chosen = replace(chosen, gated=True)
-            _launch(problem, part, chosen, a, b)
+    """Launch a product on the current device; see :func:`gemm_cuda`."""
+    left, right = problem.packed
+    if config is not None and config.bits == 4:
+        assert left is not None and right is not None
+        a, b = [_packed(left.lines)], [_packed(right.lines)]  # (M, K / 2), (N, K / 2)
+    else:
+        problem = problem.unpacked()
+        a = [_packed(plane) for plane in problem.a]  # (M, K) each
+        b = [_packed(plane.t()) for plane in problem.b]  # (N, K) each
+    arch = current_arch()
+    sms = num_sms(out.device.index)
+    for part in parts(problem, out):
+        chosen = select_config(problem, part, arch, sms)
+        if config is not None:
+            given = replace(config, out=chosen.out, source=chosen.source, activation=chosen.activation, glu=chosen.glu)
+            chosen = given.side_by_side if takes_runs(part.out, part.c) else replace(given, adjacent=0)
+        if problem.gate is not None:
+            chosen = replace(chosen, gated=True)
+        _launch(problem, part, chosen, a, b)

@@ -24,6 +24,7 @@ from cute_kernels.convert import digits as convert
 from cute_kernels.estimate import look, verdict
 from cute_kernels.gemm import cuda as gemm_cuda
 from cute_kernels.gemm.config import Products, select_products
+from cute_kernels.jit.device import device_of
 from cute_kernels.jit.workspace import Kept
 from residual.cuda.verdict_words import Words, WordsPool
 from residual.error.estimate import ErrorEstimate
@@ -210,7 +211,8 @@ class _Record:
             return ()
 
         addresses = A.data_ptr(), B.data_ptr(), product.data_ptr(), words.address, *(x.data_ptr() for x in used)
-        self.launches.run(0, addresses, self.device, launch)
+        with device_of(A):
+            self.launches.run(0, addresses, self.device, launch)
         return started
 
 

@@ -9,7 +9,7 @@
 namespace {
 
 // vpmaddubsw adds pairs of products to 16 bits: of unsigned bytes b + 128 it is exact if the digits of a pair of A, of one sign, are 128
-// together at most. What is beyond is split off and multiplied besides: of normal numbers, 2 to 5% of the quads have some.
+// together at most. What is beyond is split off and multiplied besides: of normal numbers, 1 to 5% of the quads have some.
 struct Product {
   using Micro = Streams2;
   using Digit = int8_t;
@@ -29,7 +29,7 @@ struct Product {
           alignas(32) int8_t beyond[8][kQuad];
           for (uint32_t wide = split_eight(digits + r * pitch + q * kQuad, lesser(8, end - q), beyond); wide; wide &= wide - 1) {
             const int i = __builtin_ctz(wide);
-            to[found].at = static_cast<uint32_t>((q - first + i) * 4 + r);
+            to[found].at = static_cast<uint32_t>((q - first + i) * kTogether + r);
             std::memcpy(to[found++].digits, beyond[i], kQuad);
           }
         }
@@ -50,7 +50,7 @@ struct Product {
         const Ahead next{b + kChunk * kPanel * kQuad + r / kRows * ahead * kPanel, ahead};
         multiply_rows(a + r * pitch, pitch, static_cast<int>(lesser(kRows, rows - r)), b, count, columns, sums + r * kPanel, next);
       }
-      for (int r = 0; r < rows; r += 4) {
+      for (int64_t r = 0; r < rows; r += kTogether) {
         const uint32_t* const start = lists.start(r) + chunk;
         add_excess(lists.list(r) + start[0], lists.list(r) + start[1], b, sums + r * kPanel);
       }
@@ -87,8 +87,9 @@ struct Product {
       case 4: return multiply_tile<4, 2>(a, pitch, b, quads, columns, sums, next);
       case 3: return multiply_tile<3, 2>(a, pitch, b, quads, columns, sums, next);
       case 2: return multiply_tile<2, 2>(a, pitch, b, quads, columns, sums, next);
-      default: return next.bytes ? multiply_tile<1, 4>(a, pitch, b, quads, columns, sums, next) : multiply_tile<1, 8>(a, pitch, b, quads, columns, sums, next);
+      default: break;
     }
+    return next.bytes ? multiply_tile<1, 4>(a, pitch, b, quads, columns, sums, next) : multiply_tile<1, 8>(a, pitch, b, quads, columns, sums, next);
   }
 
   template <int Rows, int Vectors>
@@ -137,22 +138,22 @@ struct Product {
     }
   }
 
-  // sums (4, kPanel) += what was split off, times a chunk of the panel.
+  // sums (kTogether, kPanel) += what was split off, times a chunk of the panel.
   __attribute__((noinline)) static void add_excess(const Excess* from, const Excess* end, const int8_t* b, int32_t* sums) {
     constexpr int kVectors = kPanel / 8;
     while (from < end) {
-      const uint32_t row = from->at % 4;
+      const uint32_t row = from->at % kTogether;
       auto* const to = reinterpret_cast<__m256i*>(sums + row * kPanel);
       __m256i sum[kVectors];
 #pragma GCC unroll 8
       for (int v = 0; v < kVectors; ++v) sum[v] = _mm256_load_si256(to + v);
       do {
         const __m256i left = four_bytes(from->digits);
-        const int8_t* const right = b + (from->at / 4) * kPanel * kQuad;
+        const int8_t* const right = b + from->at / kTogether * kPanel * kQuad;
 #pragma GCC unroll 8
         for (int v = 0; v < kVectors; ++v) add(sum[v], products(load(right + v * 32), left));
         ++from;
-      } while (from < end && from->at % 4 == row);
+      } while (from < end && from->at % kTogether == row);
 #pragma GCC unroll 8
       for (int v = 0; v < kVectors; ++v) _mm256_store_si256(to + v, sum[v]);
     }

@@ -66,22 +66,6 @@ inline void pack_digits(const PackArgs& args, ThreadGroup& group) {
   }
 }
 
-// Integer sums of staged rows times a panel, kPanel for each row.
-template <class Product>
-void multiply_panel(const typename Product::Digit* digits, int64_t pitch, int64_t rows, const int8_t* panel, int64_t quads,
-                    int64_t columns, const int32_t* column_sums, int32_t* sums) {
-  if constexpr (Product::kOffset == 0) {
-    std::memset(sums, 0, static_cast<size_t>(rows * kPanel) * sizeof(int32_t));
-    Product::multiply(digits, pitch, static_cast<int>(rows), panel, quads, static_cast<int>(columns), sums);
-  } else {
-    alignas(64) int32_t start[kPanel];
-    for (int j = 0; j < kPanel; ++j) {  // accumulators may wrap; the result fits
-      start[j] = static_cast<int32_t>(0u - static_cast<uint32_t>(column_sums[j]) * static_cast<uint32_t>(Product::kOffset));
-    }
-    Product::multiply(digits, pitch, static_cast<int>(rows), panel, quads, static_cast<int>(columns), start, sums);
-  }
-}
-
 template <class Digit>
 int32_t sum_of(const Digit* __restrict digits, int64_t count, int offset) {
   int32_t sum = 0;
@@ -89,9 +73,11 @@ int32_t sum_of(const Digit* __restrict digits, int64_t count, int offset) {
   return sum;
 }
 
-// What is split off from the digits of a quad of k, of one of four rows.
+constexpr int64_t kTogether = 4;  // rows that are staged at a time
+
+// What is split off from the digits of a quad of k, of one of kTogether rows.
 struct Excess {
-  uint32_t at;  // 4 times the quad of its chunk, and the row
+  uint32_t at;  // kTogether times the quad of its chunk, and the row
   int8_t digits[kQuad];
 };
 
@@ -108,14 +94,14 @@ struct Chunks {
   }
 };
 
-// What was split off from rows, four by four: where each chunk starts, then all of it.
+// What was split off from every kTogether rows: where each chunk starts, then all of it.
 struct ExcessLists {
   uint32_t* words;
-  int64_t step, starts, chunk;  // words of four rows, those before their lists; the first chunk to be read
+  int64_t step, starts, chunk;  // words of kTogether rows, those before their lists; the first chunk to be read
 
-  ExcessLists from(int64_t row, int64_t at) const { return {words + row / 4 * step, step, starts, at}; }
-  uint32_t* start(int64_t row) const { return words + row / 4 * step + chunk; }
-  Excess* list(int64_t row) const { return reinterpret_cast<Excess*>(words + row / 4 * step + starts); }
+  ExcessLists from(int64_t row, int64_t at) const { return {words + row / kTogether * step, step, starts, at}; }
+  uint32_t* start(int64_t row) const { return words + row / kTogether * step + chunk; }
+  Excess* list(int64_t row) const { return reinterpret_cast<Excess*>(words + row / kTogether * step + starts); }
 };
 
 // Rows of digits as a product reads them: sums of each row and group, and what is split off.
@@ -123,7 +109,6 @@ template <class Product>
 class StagedRows {
  public:
   using Digit = typename Product::Digit;
-  static constexpr int64_t kTogether = 4;  // rows that finish() takes
 
   // `memory`: magicube::staged_bytes().
   StagedRows(int8_t* memory, int64_t rows, const PackedRight& right, bool has_sums)
@@ -141,7 +126,6 @@ class StagedRows {
 
   Digit* row(int64_t r) const { return digits_ + r * pitch_; }
   const int32_t* sums(int64_t r) const { return sums_ + r * groups_; }
-  int64_t pitch() const { return pitch_; }
 
   // To be called when the digits of up to kTogether rows from `first` on, a multiple of it, are there.
   void finish(int64_t first, int64_t rows) const {
@@ -157,18 +141,22 @@ class StagedRows {
   void multiply(int64_t first, int64_t rows, const int8_t* panel, int64_t g, int64_t steps, int64_t columns,
                 const int32_t* column_sums, int32_t* sums) const {
     const Digit* const digits = row(first) + g * right_.group;
-    if constexpr (Product::kRowOffset == 0) {
-      multiply_panel<Product>(digits, pitch_, rows, panel, steps, columns, column_sums, sums);
+    const int count = static_cast<int>(rows), width = static_cast<int>(columns);
+    if constexpr (Product::kOffset != 0) {
+      alignas(64) int32_t start[kPanel];
+      for (int j = 0; j < kPanel; ++j) {  // accumulators may wrap; the result fits
+        start[j] = static_cast<int32_t>(0u - static_cast<uint32_t>(column_sums[j]) * static_cast<uint32_t>(Product::kOffset));
+      }
+      Product::multiply(digits, pitch_, count, panel, steps, width, start, sums);
     } else {
       for (int64_t r = 0; r < rows; ++r) {
-        const int32_t start = -Product::kRowOffset * this->sums(first + r)[g];
+        const int32_t start = Product::kRowOffset ? -Product::kRowOffset * this->sums(first + r)[g] : 0;
         for (int j = 0; j < kPanel; ++j) sums[r * kPanel + j] = start;
       }
       if constexpr (Product::kSplits) {
-        Product::multiply(digits, pitch_, static_cast<int>(rows), panel, steps, static_cast<int>(columns), sums,
-                          lists_.from(first, g * chunks_.of_group()));
+        Product::multiply(digits, pitch_, count, panel, steps, width, sums, lists_.from(first, g * chunks_.of_group()));
       } else {
-        Product::multiply(digits, pitch_, rows, panel, steps, static_cast<int>(columns), sums);
+        Product::multiply(digits, pitch_, count, panel, steps, width, sums);
       }
     }
   }
@@ -412,15 +400,14 @@ class DenseTask {
 
 template <class Product>
 void dense_by(const DenseArgs& args, ThreadGroup& group) {
-  constexpr int64_t kStagedRows = StagedRows<Product>::kTogether;  // per ticket
   const int64_t most = lesser(args.rows, Product::kBlockRows * group.size()), panels = (args.right.n + kPanel - 1) / kPanel;
   auto* const scales = reinterpret_cast<float*>(group.shared());
   auto* const memory = reinterpret_cast<int8_t*>(scales + (most + 15) / 16 * 16);
   const StagedRows<Product> staged(memory, most, args.right, args.right.group_minima != nullptr);
   for (int64_t first = 0; first < args.rows; first += most) {
     const int64_t rows = lesser(most, args.rows - first), tasks = (rows + Product::kBlockRows - 1) / Product::kBlockRows * panels;
-    for (int64_t r0 = group.ticket() * kStagedRows; r0 < rows; r0 = group.ticket() * kStagedRows) {
-      const int64_t count = lesser(kStagedRows, rows - r0);
+    for (int64_t r0 = group.ticket() * kTogether; r0 < rows; r0 = group.ticket() * kTogether) {
+      const int64_t count = lesser(kTogether, rows - r0);
       for (int64_t r = r0; r < r0 + count; ++r) {
         stage_row(args, first + r, Product::kOffset, staged.row(r), scales + r, reinterpret_cast<float*>(group.local()));
       }

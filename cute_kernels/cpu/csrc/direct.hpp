@@ -186,7 +186,6 @@ void stage_group(const DirectArgs& args, int64_t row, int64_t rows, const Staged
     bound *= unit;
     sums.bound = fused(bound, bound, sums.bound);
   }
-  constexpr int64_t kTogether = StagedRows<Product>::kTogether;
   for (int64_t r = 0; r < rows; r += kTogether) staged.finish(at + r, lesser(kTogether, rows - r));
   add_gram<typename Isa::Doubles>(y, rows, sums.gram);
 }

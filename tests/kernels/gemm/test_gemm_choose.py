@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -140,3 +143,23 @@ def test_launches_that_need_memory_of_their_own_are_not_replayed() -> None:
         replace(problem, a=(a.new_empty(1).expand(1, wide),), b=(b.new_empty(1).expand(wide, 1),)),  # several launches
     ):  # fmt: skip
         assert gemm_cuda._replay_key(each, out, None) is None
+
+
+def test_new_and_kept_launches_run_on_the_device_of_the_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    entered: list[Tensor] = []
+    seen: list[int] = []
+
+    @contextmanager
+    def device_of(x: Tensor) -> Iterator[None]:
+        entered.append(x)
+        yield
+        entered.clear()
+
+    a, b, out = aligned(32, 64), aligned(48, 64).t(), aligned(32, 48, torch.int32)
+    problem = GemmProblem((a,), (b,), PRODUCTS[0], 8, None, None, 1.0, 0.0, None, None, torch.int32)
+    monkeypatch.setattr(gemm_cuda, "device_of", device_of)
+    monkeypatch.setattr(gemm_cuda, "_run", lambda *_: seen.append(len(entered)))
+    monkeypatch.setattr(gemm_cuda, "_replays", SimpleNamespace(run=lambda key, launch: seen.append(10 * len(entered))))
+    assert gemm_cuda.gemm_cuda(problem, out) is out
+    assert gemm_cuda.gemm_cuda(replace(problem, b=(b.contiguous(),)), out) is out  # copied, so not kept
+    assert seen == [10, 1]
