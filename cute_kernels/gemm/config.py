@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import NamedTuple
 
 from cute_kernels.cpu.linear import FUNCTIONS
@@ -58,6 +59,7 @@ class Products(NamedTuple):
         return Products(min(self.planes_a, self.levels), min(self.planes_b, self.levels), self.levels)
 
 
+@lru_cache(maxsize=256)
 def select_products(planes_a: int, planes_b: int, terms: int | None) -> Products:
     """Return the digit products of the lowest levels.
 

@@ -296,12 +296,16 @@ def gemm_cuda(problem: GemmProblem, out: Tensor, config: GemmConfig | None = Non
     Tensor, shape (M, N)
         `out`.
     """
-    key = _replay_key(problem, out, config)
-    with device_of(out):
-        if key is None:
+
+    def run() -> None:
+        with device_of(out):
             _run(problem, out, config)
-        else:
-            _replays.run(key, lambda: _run(problem, out, config))
+
+    key = _replay_key(problem, out, config)
+    if key is None:
+        run()
+    else:
+        _replays.run(key, run)
     return out
 
 

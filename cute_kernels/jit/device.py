@@ -16,8 +16,13 @@ _HERE = nullcontext()
 
 def device_of(x: Tensor) -> AbstractContextManager[object]:
     """Return a context in which the device of `x` is torch's current one; free if it is already."""
+    return on_device(x.device.index)
+
+
+def on_device(device: int | None) -> AbstractContextManager[object]:
+    """Return a context in which `device` is torch's current one; free if it is already."""
     # torch.cuda.current_device() asks the same behind three calls
-    return _HERE if torch._C._cuda_getDevice() == x.device.index else torch.cuda.device(x.device)
+    return _HERE if torch._C._cuda_getDevice() == device else torch.cuda.device(device)
 
 
 @lru_cache

@@ -18,7 +18,7 @@ import torch
 
 from cute_kernels.jit.cache import build
 from cute_kernels.jit.compiler import Binary, Unit, Usage
-from cute_kernels.jit.device import DeviceError, _device, current_arch
+from cute_kernels.jit.device import DeviceError, _device, current_arch, on_device
 from cute_kernels.jit.toolchain import cuda_core
 
 TENSOR_MAP_BYTES = 128
@@ -191,7 +191,7 @@ class Kernel:
             return None
 
     def launch(self, grid: Grid, args: tuple[Any, ...], cluster: Grid | None = None, pdl: bool = False) -> None:
-        """Launch on torch's current stream of the kernel's device, which must be the current device.
+        """Launch on torch's current stream of the kernel's device.
 
         Parameters
         ----------
@@ -230,6 +230,10 @@ class Kernel:
 
     def enqueue(self, prepared: LaunchRecord) -> None:
         """Launch `prepared` again: same arguments, same attributes."""
+        if torch._C._cuda_getDevice() != self.device:  # the driver would launch it on the current device
+            with torch.cuda.device(self.device):
+                self.enqueue(prepared)
+            return
         _, grid, frame, cluster, pdl = prepared
         driver, stream = self._driver, torch._C._cuda_getCurrentRawStream(self.device)
         if cluster is None and not (pdl and self._waits):
@@ -338,7 +342,8 @@ def get_kernel(config: Config) -> Kernel:
 
 def set_to_zero(address: int, size: int, device: int) -> None:
     """Set `size` bytes at `address` to zero on torch's current stream; cheaper on the host than ``zero_``."""
-    (status,) = _driver().cuMemsetD8Async(address, 0, size, torch._C._cuda_getCurrentRawStream(device))
+    with on_device(device):
+        (status,) = _driver().cuMemsetD8Async(address, 0, size, torch._C._cuda_getCurrentRawStream(device))
     if status:
         raise DeviceError(f"cuMemsetD8Async of {size} bytes: {status.name}")
 

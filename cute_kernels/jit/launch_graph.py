@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from cute_kernels.jit.kernel import DeviceError
+from cute_kernels.jit.device import DeviceError, on_device
 
 if TYPE_CHECKING:
     from cute_kernels.jit.kernel import LaunchRecord
@@ -20,7 +20,7 @@ class LaunchGraph:
     Parameters
     ----------
     launches : sequence of LaunchRecord
-        All of one device, which is the current one.
+        All of one device.
 
     Raises
     ------
@@ -52,7 +52,8 @@ class LaunchGraph:
 
     def launch(self) -> None:
         """Run the launches on torch's current stream of the device."""
-        self._do(self._driver.cuGraphLaunch(self._graph, torch._C._cuda_getCurrentRawStream(self.device)))
+        with on_device(self.device):
+            self._do(self._driver.cuGraphLaunch(self._graph, torch._C._cuda_getCurrentRawStream(self.device)))
 
     def _do(self, result: tuple[Any, ...]) -> Any:
         if result[0]:

@@ -154,13 +154,10 @@ class _Call:
 
     def run(self, addresses: tuple[int, ...]) -> None:
         """As :meth:`launch`, with the kernel of the call."""
-        if torch._C._cuda_getDevice() != self.device.index:  # current_device() asks the same behind three calls
-            with torch.cuda.device(self.device):
-                self.run(addresses)
-            return
         launches = self.replays.get(addresses)
         if launches is None:
-            self.replays.record(addresses, lambda: self.launch(self.kernel, addresses))
+            with torch.cuda.device(self.device):
+                self.replays.record(addresses, lambda: self.launch(self.kernel, addresses))
         else:
             for each in launches:
                 self.kernel.enqueue(each)

@@ -23,8 +23,7 @@ from torch import Tensor
 from cute_kernels.convert import digits as convert
 from cute_kernels.estimate import look, verdict
 from cute_kernels.gemm import cuda as gemm_cuda
-from cute_kernels.gemm.config import Products, select_products
-from cute_kernels.jit.device import device_of
+from cute_kernels.gemm.config import select_products
 from cute_kernels.jit.workspace import Kept
 from residual.cuda.verdict_words import Words, WordsPool
 from residual.error.estimate import ErrorEstimate
@@ -88,12 +87,7 @@ def _serves(shape: torch.Size, stride: tuple[int, ...], k: int, planes: int, dev
     """Return whether the kernels read a float32 operand and a sum over `k`."""
     if not (planes and device.type == "cuda" and 1 in stride and max(k, shape[1]) <= look.MOST_COLUMNS):
         return False
-    return gemm_cuda.can_gate(k, _products(planes), device)
-
-
-@lru_cache
-def _products(planes: int) -> Products:
-    return select_products(planes, planes, None)
+    return gemm_cuda.can_gate(k, select_products(planes, planes, None), device)
 
 
 def rungs_to_pick(A: Tensor, B: Tensor, options: Options) -> tuple[Rung, ...]:
@@ -211,8 +205,7 @@ class _Record:
             return ()
 
         addresses = A.data_ptr(), B.data_ptr(), product.data_ptr(), words.address, *(x.data_ptr() for x in used)
-        with device_of(A):
-            self.launches.run(0, addresses, self.device, launch)
+        self.launches.run(0, addresses, self.device, launch)
         return started
 
 

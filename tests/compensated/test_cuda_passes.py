@@ -67,7 +67,6 @@ def host(kernels: HostKernels, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
             module, "get_kernel", lambda config: calls.append(config.kernel_entry) or kernels.get(config)
         )
         monkeypatch.setattr(module, "device_of", lambda _: nullcontext())
-    monkeypatch.setattr(passes, "device_of", lambda _: nullcontext())
     monkeypatch.setattr(look, "num_sms", lambda _: 3)
     monkeypatch.setattr(gemm_cuda, "gated_gemm", gated_gemm)
     state = look.state_for(torch.device("cpu"), 64)
