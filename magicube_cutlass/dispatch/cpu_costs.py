@@ -44,6 +44,7 @@ _SPARSE = (
     (512, 64, 64, 0.95, torch.float16),
 )
 CLASSES = (1, 2, 4, 8, 16, 32, 64)  # tokens of a layer; others take the time of the next class, or of several
+STRIP = 16  # columns of B that the sparse kernel multiplies at once beyond the last class; 32 of them with AVX-512
 FEW = 16  # tokens, or columns of B, up to which kernels keep the sums in registers
 # M, K, zeros
 _LAYERS = ((64, 64, 0.5), (512, 512, 0.9), (512, 512, 0.5), (2048, 64, 0.5), (64, 2048, 0.5), (1024, 1024, 0.5))
@@ -64,7 +65,7 @@ class CpuCosts:
         """Return the predicted nanoseconds of a layer of `stored` elements, and of a dense one."""
         place = next((i for i, most in enumerate(CLASSES) if tokens <= most), len(CLASSES) - 1)
         costs, size = self.layers[place], CLASSES[place]
-        whole = float(-(-tokens // size))  # the sparse kernel multiplies whole classes
+        whole = 1.0 if tokens <= size else -(-tokens // STRIP) * STRIP / size  # of the sparse kernel
         share = tokens / size
         call, element, *ends = costs[:4]
         # Weights are measured in L2. From memory one sums no faster than it reads, and the sparse one has masks too.

@@ -99,7 +99,8 @@ def test_a_layer_takes_the_costs_of_its_number_of_tokens() -> None:
     costs = CpuCosts(layers=tuple((10.0, n, 0.0, 1.0, 20.0, 0.5 * n, 1.0, 0.0) for n in cpu_costs.CLASSES))
     assert costs.layer(3, 4, 5.0, 1, 1) == (10 + 5 + 4, 20 + 6 + 3)
     assert costs.layer(3, 4, 5.0, 12, 1) == (10 + 80 + 4, 20 + (96 + 3) * 12 / 16)
-    assert costs.layer(3, 4, 5.0, 65, 2) == (10 + (320 + 4), 20 + (384 + 3) * 65 / 64 / 2)
+    assert costs.layer(3, 4, 5.0, 65, 2) == (10 + (320 + 4) * 80 / 64 / 2, 20 + (384 + 3) * 65 / 64 / 2)
+    assert costs.layer(3, 4, 5.0, 400, 1) == (10 + (320 + 4) * 400 / 64, 20 + (384 + 3) * 400 / 64)
 
 
 def test_a_sparse_layer_reads_an_element_no_faster_than_a_dense_one() -> None:
