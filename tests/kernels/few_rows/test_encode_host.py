@@ -202,7 +202,6 @@ BREACHES = [  # none writes out of bounds
 ]
 
 
-@pytest.mark.long  # each compiles
 @pytest.mark.parametrize("breach", BREACHES, ids=lambda each: f"{each[0]}-{each[1]}")
 def test_a_wrong_step_is_seen(breach: tuple[str, str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     act, old, new = breach

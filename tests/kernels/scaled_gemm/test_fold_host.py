@@ -181,7 +181,6 @@ BREACHES = [
 ]
 
 
-@pytest.mark.long  # each compiles
 @pytest.mark.parametrize("breach", BREACHES, ids=lambda each: each[1])
 def test_a_wrong_step_is_seen(breach: tuple[bool, str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines, old, new = breach

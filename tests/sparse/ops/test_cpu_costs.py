@@ -129,8 +129,7 @@ def worst_error() -> float:
         pattern = mc.random_pattern(n, n, sparsity, 8, seed=1)
         scales = (None, None) if out in (torch.int32, torch.int64) else (torch.rand(n, 1), torch.rand(1, columns))
         A = mc.SRBCRS.from_pattern(pattern, torch.randint(-128, 128, (pattern.vectors, 8)), bits=8, scale=scales[0])
-        normal = torch.randn(n, columns).clamp(-3.7, 3.7) * 34  # as costs are measured: with AVX2 they depend on them
-        B = mc.QuantTensor.from_ints(normal.round().to(torch.int8), bits=8, scale=scales[1])
+        B = mc.QuantTensor.from_ints(torch.randint(-128, 128, (n, columns)), bits=8, scale=scales[1])
         predicted = forecast(A, B, out)
         assert predicted is not None
         dense = DenseCall(A, B, out)
@@ -152,7 +151,7 @@ def test_without_vnni_the_forecast_is_near_the_times_of_both_products(monkeypatc
     torch.set_num_threads(1)
     try:
         worst = float("inf")
-        for _ in range(20):  # a busy machine changes its clock between the two
+        for _ in range(6):  # a busy machine changes its clock between the two
             start = time.thread_time()
             costs = cpu_costs.measure_costs()
             assert time.thread_time() - start < 0.3
