@@ -65,7 +65,7 @@ class CpuCosts:
         """Return the predicted nanoseconds of a layer of `stored` elements, and of a dense one."""
         place = next((i for i, most in enumerate(CLASSES) if tokens <= most), len(CLASSES) - 1)
         costs, size = self.layers[place], CLASSES[place]
-        whole = 1.0 if tokens <= size else -(-tokens // STRIP) * STRIP / size  # of the sparse kernel
+        whole = 1.0 if tokens <= size else -(-tokens // STRIP) * STRIP / size  # strips count past the last class
         share = tokens / size
         call, element, *ends = costs[:4]
         # Weights are measured in L2. From memory one sums no faster than it reads, and the sparse one has masks too.
