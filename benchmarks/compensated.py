@@ -1,8 +1,8 @@
-"""``residual.matmul`` on a GPU against torch's float32 and tf32 products, all in one run.
+"""``residual.matmul`` on a GPU against torch's products, all in one run: float32, float16 and bfloat16 operands.
 
 Writes ``benchmarks/results/compensated_h200.json``, or the file that the GPU's name gives.  Times are microseconds of
-whole checked calls from float32 in a loop, the wait for the verdict included; ``gpu_us``: of their launches alone in a
-CUDA graph, behind an elementwise kernel.
+whole checked calls in a loop, the wait for the verdict included: ``loop_us`` of float32, ``halves_us`` of 16-bit
+operands and output; ``gpu_us``: of the launches alone in a CUDA graph, behind an elementwise kernel.
 Run: ``PYTHONPATH=. python benchmarks/compensated.py [--quick] [--out FILE] [--profile]``.
 """
 
@@ -33,6 +33,7 @@ from residual.options import check_options
 
 SIZES = (1024, 2048, 4096, 8192)
 TOLERANCES = (2e-2, 1e-3)
+HALVES = {torch.float16: 1e-3, torch.bfloat16: 1e-2}  # tolerance by dtype
 ROUNDS = 9
 
 
@@ -92,6 +93,31 @@ def profile(call: Callable[[], object]) -> dict[str, float]:
     return {name.split("<")[0].split("::")[-1]: us for name, us in found.items() if us}
 
 
+def checked_plan(name: str, A: Tensor, right: Tensor | residual.PreparedOperand, tol: float, truth: Tensor) -> str:
+    """Return plan, error and bound of a call; raise if the error is beyond either."""
+    C, report = residual.matmul(A, right, tol=tol, return_report=True)
+    error = float((C.double() - truth).norm() / truth.norm())
+    if not error <= min(tol, report.upper):
+        raise ArithmeticError(f"{name}: error {error:.2e}, reported {report.upper:.2e}")
+    return f"{report.plan}, error {error:.2e}, bound {report.upper:.2e}"
+
+
+def half_calls(A: Tensor, B: Tensor, plans: dict[str, str]) -> dict[str, Callable[[], Tensor]]:
+    """Return the calls of 16-bit operands, checked against float64."""
+    calls: dict[str, Callable[[], Tensor]] = {}
+    for dtype, tol in HALVES.items():
+        kind, a, b = str(dtype).removeprefix("torch."), A.to(dtype), B.to(dtype)
+        truth = a.double() @ b.double()
+        calls[f"torch {kind}"] = float_product(a, b, False)
+        for prepared, right in (("", b), (", prepared", residual.prepare(b, tol=tol))):
+            name = f"{kind}, {tol:g}{prepared}"
+            plans[name] = checked_plan(name, a, right, tol, truth)
+            calls[name] = checked_call(a, right, tol)
+            if not torch.equal(calls[name](), residual.matmul(a, right, tol=tol, return_report=True)[0]):
+                raise ArithmeticError(f"{name}: another product without a report")
+    return calls
+
+
 def run_size(n: int, with_profile: bool) -> dict[str, Any]:
     """All calls of one size, checked against float64 and timed in the same rounds."""
     generator = torch.Generator("cuda").manual_seed(n)
@@ -110,11 +136,7 @@ def run_size(n: int, with_profile: bool) -> dict[str, Any]:
         for kind, right in (("", B), (", prepared", held)):
             name = f"{tol:g}{kind}"
             calls[name] = checked_call(A, right, tol)
-            C, report = residual.matmul(A, right, tol=tol, return_report=True)
-            error = float((C.double() - truth).norm() / truth.norm())
-            if not error <= min(tol, report.upper):
-                raise ArithmeticError(f"{name}: error {error:.2e}, reported {report.upper:.2e}")
-            plans[name] = f"{report.plan}, error {error:.2e}, bound {report.upper:.2e}"
+            plans[name] = checked_plan(name, A, right, tol, truth)
             launches = started(A, B, tol, held if kind else None)
             gpu[name] = rounded(behind({name: launches})[name].median)
             if with_profile:
@@ -122,11 +144,12 @@ def run_size(n: int, with_profile: bool) -> dict[str, Any]:
     del truth
     times = loop(calls)
     torch.backends.cuda.matmul.allow_tf32 = False
-    row: dict[str, Any] = {"n": n, "loop_us": times, "gpu_us": gpu, "plans": plans}
+    halves = half_calls(A, B, plans)
+    row: dict[str, Any] = {"n": n, "loop_us": times, "gpu_us": gpu, "halves_us": loop(halves), "plans": plans}
     if with_profile:
         row["kernels_us"] = profiles
     print(f"\nn = {n}")
-    for name, us in times.items():
+    for name, us in (*times.items(), *row["halves_us"].items()):
         print(f"  {name:28} {us:9.1f} us  gpu {gpu.get(name, float('nan')):8.1f}  {plans.get(name, '')}", flush=True)
     for name, kernels in profiles.items():
         print(f"  {name}: " + "; ".join(f"{kernel} {us}" for kernel, us in kernels.items()))

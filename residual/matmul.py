@@ -171,9 +171,11 @@ def prepare_by(W: Tensor, options: Options) -> PreparedOperand:
     found = prepare_for(W, options.seed, rungs)
     if not W.is_cuda:
         return found
-    from residual.cuda.passes import passes_for  # takes longer to import than this package
+    from residual.cuda.check import probe_lines  # take longer to import than this package
+    from residual.cuda.passes import passes_for
 
-    return replace(found, passes=passes_for(found.weight, found.probes, rungs))
+    passes = passes_for(found.weight, found.probes, rungs)
+    return replace(found, passes=passes, lines=None if passes else probe_lines(found.probes, found.vectors))
 
 
 def plan(

@@ -11,6 +11,7 @@ ABSMAX_AXES = ("", "rows", "columns")
 PROBES = 16
 TILE = 32  # rows per group of warps; vectors are padded to a multiple of it
 KERNELS = [*((kernel, axis) for kernel in ("probe", "probe_transposed") for axis in ABSMAX_AXES), ("compare_rows", "")]
+SQUARES = ("probe_squares", "probe_squares_transposed")
 SUMS = PROBES * PROBES + 4
 PARTS = 16 * (16 * 40 + 32) * 4  # bytes of the warps' sums and absmax; they reuse the pipeline's memory
 
@@ -22,8 +23,9 @@ class ProbeConfig(KernelConfig):
     Attributes
     ----------
     kernel : str
-        ``"probe"``, ``"probe_transposed"`` (reads X^T row by row), ``"compare_rows"`` or ``"sum_comparison"`` (reads
-        float64 sums; `x` is ``"float32"``).
+        ``"probe"``, ``"probe_transposed"`` (reads X^T row by row), ``"probe_squares"`` and
+        ``"probe_squares_transposed"`` (emit sums of squares), ``"compare_rows"`` or ``"sum_comparison"`` (reads float64
+        sums; `x` is ``"float32"``).
     x : str
         Dtype of the matrix.
     absmax : str
@@ -79,7 +81,7 @@ class ProbeConfig(KernelConfig):
     def _constants(self) -> dict[str, object]:
         return {
             "kAbsmax": ABSMAX_AXES.index(self.absmax),
-            "kTransposed": self.kernel == "probe_transposed",
+            "kTransposed": self.kernel.endswith("_transposed"),
             "kGroups": self.groups,
             "kStages": self.stages,
             "kPartsBytes": PARTS,
@@ -96,9 +98,10 @@ def default_configs() -> list[ProbeConfig]:
     Examples
     --------
     >>> len(default_configs())
-    33
+    37
     """
     single = [ProbeConfig(kernel, x, axis) for kernel, axis in KERNELS for x in REAL_DTYPES.values()]
     double = [ProbeConfig(kernel, "float32", axis, groups=2) for kernel, axis in KERNELS]
     emitting = [ProbeConfig("probe", "float32", axis, n, emit_float16=True) for axis in ABSMAX_AXES[1:] for n in (1, 2)]
-    return [*single, *double, *emitting, ProbeConfig("sum_comparison", "float32")]
+    squares = [ProbeConfig(kernel, x) for kernel in SQUARES for x in ("float16", "bfloat16")]
+    return [*single, *double, *emitting, *squares, ProbeConfig("sum_comparison", "float32")]

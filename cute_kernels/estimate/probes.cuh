@@ -1,4 +1,4 @@
-// Y = X W for 16 probe vectors W, in one pass over a matrix that can also emit the absmax of its rows or columns.
+// Y = X W for 16 probe vectors W, in one pass over a matrix that can also emit the absmax of its rows or columns, or sums of squares.
 //
 // sm_80 and later; memory-bound. W is stored probe by probe, (16, pitch), and so is Y: it can be the next W. Both are padded with
 // zeros to a multiple of 32 rows. Work: a warp takes 16 columns of 32 rows of X at a time, as Y^T = W^T X^T on Tensor Cores.
@@ -353,6 +353,43 @@ probe(const typename C::Source* x, int64_t pitch, int64_t rows, int64_t columns,
       y[(int64_t{blockIdx.y} * kProbes + probe) * y_pitch + corner + row] = parts.sum<C::kGroups>(probe, row);
     }
   }
+}
+
+// The same sums, without parts, and the sums of squares of X and of Y: `squares` (tiles, 2), of a CTA each; they may lie in pinned
+// memory.
+template <class C>
+__global__ void __launch_bounds__(kProbeThreads)
+probe_squares(const typename C::Source* x, int64_t pitch, int64_t rows, int64_t columns, int64_t vector, const float* w,
+              int64_t w_pitch, float* y, int64_t y_pitch, double* squares) {
+  pdl_wait();
+  using Tile = ProbeTile<C::kGroups>;
+  extern __shared__ __align__(16) uint8_t shared[];
+  __shared__ double warps[2][kWarps];
+  const ProbeMatrix<typename C::Source> matrix{x, pitch, rows, columns, vector != 0};
+  double sums[2] = {probe_tile<C, C::kTransposed, true, Absmax::kNone>(matrix, w, w_pitch, blockIdx.x, shared, nullptr, nullptr)};
+  __syncthreads();
+  const ProbeParts& parts = *reinterpret_cast<const ProbeParts*>(shared);
+  const int64_t corner = int64_t{blockIdx.x} * Tile::kRows;
+  CUTE_UNROLL
+  for (int i = threadIdx.x; i < Tile::kSums; i += kProbeThreads) {
+    const int probe = i / Tile::kRows, row = i % Tile::kRows;
+    if (corner + row < y_pitch) {
+      const float value = parts.sum<C::kGroups>(probe, row);
+      y[probe * y_pitch + corner + row] = value;
+      sums[1] += double{value} * value;
+    }
+  }
+  CUTE_UNROLL
+  for (int s = 0; s < 2; ++s) {
+    CUTE_UNROLL
+    for (int lane = 16; lane > 0; lane /= 2) sums[s] += __shfl_xor_sync(~0u, sums[s], lane);
+    if (threadIdx.x % 32 == 0) warps[s][threadIdx.x / 32] = sums[s];
+  }
+  __syncthreads();
+  if (threadIdx.x >= 2) return;
+  double sum = 0.0;
+  for (int warp = 0; warp < kWarps; ++warp) sum += warps[threadIdx.x][warp];
+  squares[2 * blockIdx.x + threadIdx.x] = sum;
 }
 
 }  // namespace magicube

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels.dtypes import REAL_DTYPES
-from cute_kernels.estimate.config import PROBES, SUMS, TILE, ProbeConfig
+from cute_kernels.estimate.config import PROBES, SQUARES, SUMS, TILE, ProbeConfig
 from cute_kernels.jit import workspace
 from cute_kernels.jit.device import device_of, num_sms
 from cute_kernels.jit.kernel import get_kernel
@@ -25,6 +25,9 @@ __all__ = [
     "Comparison",
     "can_emit_float16",
     "compare",
+    "comparison_of",
+    "launch_comparison",
+    "launch_probe_squares",
     "padded",
     "probe",
     "probe_with_absmax",
@@ -307,31 +310,87 @@ def _start_comparison(
 ) -> None:
     """Start :func:`compare` on the current stream."""
     with device_of(c):
-        at_once = num_sms(c.device.index)
-        groups = _groups(c.shape[0], c.dtype, at_once)
-        blocks = min(-(-product.shape[1] // (groups * TILE)), at_once)
-        parts, result = workspace.empty((blocks, SUMS), torch.float64, c.device), _result_buffers().sums
+        parts, result = workspace.empty((_blocks(c)[0], SUMS), torch.float64, c.device), _result_buffers().sums
 
         def launch() -> None:
-            pointers = [part for s in scales for part in (s.data_ptr(), s.numel())] + [0, 0] * (2 - len(scales))
-            get_kernel(ProbeConfig("compare_rows", REAL_DTYPES[c.dtype], groups=groups)).launch(
-                (blocks, 1, 1),
-                (
-                    *_matrix_arguments(c), w.data_ptr(), w.shape[1], product.data_ptr(), product.shape[1], *pointers,
-                    *(np.float32(bound) for bound in bounds), parts.data_ptr(),
-                ),
-                pdl=True,
-            )  # fmt: skip
-            get_kernel(ProbeConfig("sum_comparison", "float32")).launch(
-                (-(-SUMS // 32), 1, 1), (parts.data_ptr(), blocks, result.data_ptr()), pdl=True
-            )
+            launch_comparison(c, w, product, scales, bounds, parts, result)
 
         sizes = tuple(s.numel() for s in scales)
         _replays.run(("compare", *_launch_key(c, w, product, parts, *scales, result), sizes, bounds), launch)
 
 
+def _blocks(c: Tensor) -> tuple[int, int]:
+    """Return the number of CTAs that compare, and the groups of 32 rows of each."""
+    at_once = num_sms(c.device.index)
+    groups = _groups(c.shape[0], c.dtype, at_once)
+    return min(-(-padded(c.shape[0]) // (groups * TILE)), at_once), groups
+
+
+def launch_comparison(
+    c: Tensor, w: Tensor, product: Tensor, scales: tuple[Tensor, ...], bounds: tuple[float, float],
+    parts: Tensor, result: Tensor,
+) -> None:  # fmt: skip
+    """Launch the kernels of :func:`compare`; float64 `parts`, a row of 260 an SM, `result`, 260, may be pinned.
+
+    Examples
+    --------
+    >>> launch_comparison(c, w, probe(a, probe(b, w)), (), (0.0, 0.0), parts, result)  # doctest: +SKIP
+    """
+    blocks, groups = _blocks(c)
+    pointers = [part for s in scales for part in (s.data_ptr(), s.numel())] + [0, 0] * (2 - len(scales))
+    get_kernel(ProbeConfig("compare_rows", REAL_DTYPES[c.dtype], groups=groups)).launch(
+        (blocks, 1, 1),
+        (
+            *_matrix_arguments(c), w.data_ptr(), w.shape[1], product.data_ptr(), product.shape[1], *pointers,
+            *(np.float32(bound) for bound in bounds), parts.data_ptr(),
+        ),
+        pdl=True,
+    )  # fmt: skip
+    get_kernel(ProbeConfig("sum_comparison", "float32")).launch(
+        (-(-SUMS // 32), 1, 1), (parts.data_ptr(), blocks, result.data_ptr()), pdl=True
+    )
+
+
+def launch_probe_squares(x: Tensor, w: Tensor, y: Tensor, squares: Tensor, pdl: bool = True) -> None:
+    """Launch the kernel that writes ``(X W)^T`` and the sums of squares of X and of ``X W``.
+
+    Parameters
+    ----------
+    x : Tensor, shape (M, N)
+        float16 or bfloat16 matrix that is :func:`probeable`.
+    w : Tensor, shape (16, padded(N))
+        float32 probes.
+    y : Tensor, shape (16, padded(M))
+        float32; written.
+    squares : Tensor, shape (padded(M) / 32, 2)
+        float64, on the GPU or pinned; written, the sums of 32 rows each.
+    pdl : bool, default True
+        Whether the kernel may start before those in front of it end.
+
+    Examples
+    --------
+    >>> launch_probe_squares(a, probe(b, w), y, squares)  # doctest: +SKIP
+    """
+    transposed = not readable(x)
+    at, pitch, *_, vector = _matrix_arguments(x.mT if transposed else x)
+    pointers = w.data_ptr(), w.shape[1], y.data_ptr(), y.shape[1], squares.data_ptr()
+    get_kernel(ProbeConfig(SQUARES[transposed], REAL_DTYPES[x.dtype])).launch(
+        (squares.shape[0], 1, 1), (at, pitch, *x.shape, vector, *pointers), pdl=pdl
+    )
+
+
+def comparison_of(sums: np.ndarray) -> Comparison:
+    """Return the comparison of the numbers (260,) that :func:`launch_comparison` leaves, which are not copied.
+
+    Examples
+    --------
+    >>> comparison_of(np.zeros(260)).result
+    0.0
+    """
+    product_squares, claimed, result, out_of_range = sums[-4:].tolist()
+    return Comparison(sums[:-4].reshape(PROBES, PROBES), product_squares, claimed, result, int(out_of_range))
+
+
 def _read_result() -> Comparison:
     """Return the comparison in the result buffer."""
-    sums = _result_buffers().sums.numpy()
-    product_squares, claimed, result, out_of_range = sums[-4:].tolist()
-    return Comparison(sums[:-4].reshape(PROBES, PROBES).copy(), product_squares, claimed, result, int(out_of_range))
+    return comparison_of(_result_buffers().sums.numpy().copy())

@@ -18,8 +18,8 @@ from cute_kernels.convert.digits import ZERO_SCALE
 from residual.cuda.operand import FAR, GpuOperand
 from residual.error.estimate import ErrorEstimate, from_sums
 from residual.error.factor import confidence, sharp_factor
-from residual.error.probes import PROBES, ProbeSums, draw, judge, noise, probe_right
-from residual.operand.prepared import PreparedOperand
+from residual.error.probes import PROBES, Probes, ProbeSums, draw, judge, noise, probe_right
+from residual.operand.prepared import PreparedOperand, ProbeLines
 
 if TYPE_CHECKING:
     from cute_kernels.estimate.probes import Comparison
@@ -52,10 +52,11 @@ class Check:
 
     def __init__(self, left: GpuOperand, right: GpuOperand, prepared: PreparedOperand | None, seed: int | None) -> None:
         self.left, self.right, self.prepared, self.far, self._tops = left, right, prepared, False, False
-        n, device = right.given.shape[0], right.given.device
-        self.probes = draw(n, device, seed) if prepared is None else prepared.probes
-        self.vectors = _with_room(self.probes.vectors)  # (16, N and room)
-        self._single: Tensor | None = None if prepared is None else _with_room(prepared.vectors.float())
+        if prepared is None:
+            made = drawn_lines(right.given.shape[0], right.given.device, seed)
+        else:
+            made = prepared.lines or probe_lines(prepared.probes, prepared.vectors)
+        self.probes, self.vectors, self._single, _ = made  # vectors: (16, N and room)
         self._product: Tensor | None = None
 
     def begin(self, tops: bool = False) -> Tensor:
@@ -91,23 +92,27 @@ class Check:
         tol: float,
         scales: tuple[Tensor, ...] = (),
         bounds: tuple[float, float] = FAR_SCALES,
+        enough: float = 0.0,
     ) -> ErrorEstimate:
         """The error of ``C`` (M, N); in float64 where the guard does not let float32 judge.
 
         ``scales``: of lines that nobody has looked at; where one is out of ``bounds`` but no zero, ``far`` is set after
-        the call, and the error means nothing.
+        the call, and the error means nothing.  ``enough``: no sharper bound is computed where one is within it.
         """
         sure = confidence(attempt)
         if self.left.exponent is None and self.right.exponent is None:
-            found, norm = self._judge_single(C, sure, scales, bounds)
-            if self.far or (math.isfinite(norm) and tol * norm > self._least()):
+            self._outer()
+            norms = self._start_norms()
+            found, norm = self._judge_single(C, sure, scales, bounds, enough)
+            if self.far or (math.isfinite(norm) and tol * norm > hidden(*norms.tolist())):
                 return found
         return self._judge_double(C, sure)
 
-    def _least(self) -> float:
-        """The error that float32 probes may hide, about."""
-        inner = self._inner()[:, : self.left.given.shape[1]]
-        return _NOISE * float(self.left.values.norm()) * float(inner.norm()) / math.sqrt(PROBES)
+    def _start_norms(self) -> Tensor:
+        """``||A||_F`` and ``||B W||_F``, float32 (2,), on their way."""
+        inner = self._inner()[:, : self.left.given.shape[1]]  # (16, K)
+        norms = (torch.linalg.vector_norm(x, dtype=torch.float32) for x in (self.left.real, inner))
+        return torch.stack(tuple(norms))
 
     def _judge_double(self, C: Tensor, sure: float) -> ErrorEstimate:
         a, b = _finite(self.left), _finite(self.right).mT
@@ -116,7 +121,7 @@ class Check:
         return from_sums(sums, noise(sums, a, b), sure)
 
     def _judge_single(
-        self, C: Tensor, sure: float, scales: tuple[Tensor, ...], bounds: tuple[float, float]
+        self, C: Tensor, sure: float, scales: tuple[Tensor, ...], bounds: tuple[float, float], enough: float
     ) -> tuple[ErrorEstimate, float]:
         """The estimate in float32 and the norm of C."""
         outer = self._outer()
@@ -126,10 +131,15 @@ class Check:
             if probes.readable(C):
                 sums = probes.compare(C, self.vectors, outer, scales, bounds)
                 self.far = sums.out_of_range > 0
-                found = estimate_of(sums, C.numel(), sure)
+                found = estimate_of(sums, C.numel(), sure, enough)
                 if found is not None:
                     return found, math.sqrt(sums.result)
         return ErrorEstimate(math.inf, math.inf, sure), math.nan  # no kernel reads C: float64 judges
+
+
+def hidden(of_a: float, of_inner: float) -> float:
+    """The error that float32 probes may hide, about, by ``||A||_F`` and ``||B W||_F``."""
+    return _NOISE * of_a * of_inner / math.sqrt(PROBES)
 
 
 def _finite(side: GpuOperand) -> Tensor:
@@ -138,13 +148,29 @@ def _finite(side: GpuOperand) -> Tensor:
     return given if side.broken is None else given.index_fill(0, side.broken, 0.0)
 
 
+@lru_cache(maxsize=16)
+def drawn_lines(n: int, device: torch.device, seed: int | None) -> ProbeLines:
+    """Probes of a seed, ``B W`` to be made."""
+    probes = draw(n, device, seed)
+    with torch.inference_mode(False):
+        return ProbeLines(probes, _with_room(probes.vectors))
+
+
+def probe_lines(probes: Probes, vectors: Tensor) -> ProbeLines:
+    """Probes with ``B W`` (K, 16) of a constant B."""
+    products = _with_room(vectors.float())
+    return ProbeLines(probes, _with_room(probes.vectors), products, float(torch.linalg.vector_norm(products)))
+
+
 def _with_room(x: Tensor) -> Tensor:
     """``x^T`` (16, L and room) of ``x`` (L, 16)."""
     return torch.nn.functional.pad(x.mT, (0, -x.shape[0] % _ROOM)).contiguous()
 
 
-def estimate_of(sums: Comparison, entries: int, sure: float) -> ErrorEstimate | None:
+def estimate_of(sums: Comparison, entries: int, sure: float, enough: float = 0.0) -> ErrorEstimate | None:
     """The estimate by the sums that a kernel made, at the confidence ``sure``; ``entries``: of the product.
+
+    ``enough``: no sharper bound is computed where one is within it.
 
     None where those sums, of float32 squares, may have left their range; not where a scale is ``far``: then it means
     nothing anyway.
@@ -153,7 +179,7 @@ def estimate_of(sums: Comparison, entries: int, sure: float) -> ErrorEstimate | 
     if not (sums.out_of_range or not sums.gram.trace() or 2.0**-90 < spread < 2.0**90):
         return None
     gram = np.asarray(sums.gram, dtype=np.float64)
-    return from_sums(ProbeSums(gram, sums.product, sums.claimed, sums.result, 0.0, 0.0), 0.0, sure)
+    return from_sums(ProbeSums(gram, sums.product, sums.claimed, sums.result, 0.0, 0.0), 0.0, sure, enough=enough)
 
 
 def _probed(x: Tensor, w: Tensor, tops: tuple[GpuOperand, str] | None = None) -> Tensor:

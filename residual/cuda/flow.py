@@ -1,6 +1,6 @@
 """One product of float32 or 16-bit floats on a GPU: plan by statistics, run, check with a guard, repeat.
 
-The only module of this folder that others import. Nothing is kept from call to call that a result depends on.
+Nothing is kept from call to call that a result depends on.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def run_flow(A: Tensor, B: Tensor, prepared: PreparedOperand | None, options: Op
 
     def attempt(waits: bool) -> Result | None:
         left, right = gpu_operand(A, waits=waits), columns or gpu_operand(B.mT, waits=waits)
-        call = _Call(options, left, right, prepared)
+        call = _Call(options, left, right, prepared, 0.0 if measured else options.tol or 0.0)
         return call.checked(measured) if options.tol is not None else call.plain(measured)
 
     found = None if _must_wait(options, measured) else attempt(False)
@@ -74,10 +74,17 @@ def _must_wait(options: Options, measured: bool) -> bool:
 
 
 class _Call:
-    """One product of two operands."""
+    """One product of two operands; no sharper bound of its error than `enough` is needed."""
 
-    def __init__(self, options: Options, left: GpuOperand, right: GpuOperand, prepared: PreparedOperand | None) -> None:
-        self.options, self.left, self.right, self.prepared = options, left, right, prepared
+    def __init__(
+        self,
+        options: Options,
+        left: GpuOperand,
+        right: GpuOperand,
+        prepared: PreparedOperand | None,
+        enough: float = 0.0,
+    ) -> None:
+        self.options, self.left, self.right, self.prepared, self.enough = options, left, right, prepared, enough
         self.device = left.given.device
         self.out_dtype = options.result_dtype(left.given, right.given)
         self.mode = options.mode
@@ -102,9 +109,9 @@ class _Call:
         (m, k), n = self.left.given.shape, self.right.given.shape[0]
         found, prepared = self.forecast, self.prepared is not None
         if found is None or plan is None:
-            return Sizes(m, k, n, prepared)
+            return Sizes(m, k, n, prepared, halves=self._are_halves())
         density = found.densities(plan) if plan.mode == "sparse" else 0.0
-        return Sizes(m, k, n, prepared, found.hot, density)
+        return Sizes(m, k, n, prepared, found.hot, density, self._are_halves())
 
     def _run(self, plan: GpuPlan) -> Tensor:
         order = self.forecast.order if self.forecast is not None and plan.mode == "columns" else None
@@ -127,7 +134,7 @@ class _Call:
         options = self.options
         assert options.tol is not None
         double, last = self.out_dtype == torch.float64, options.on_failure == "fallback"
-        return Wish(options.tol, self.mode, options.bits, double, last, half=not double, halves=self._are_halves())
+        return Wish(options.tol, self.mode, options.bits, double, last, half=not double)
 
     def _are_halves(self) -> bool:
         """Return whether both operands are of one 16-bit dtype, so that Tensor Cores multiply them as they are."""
@@ -205,7 +212,7 @@ class _Call:
             found = check.estimate_from_probes(product, attempt, tol, (self.left.top, self.right.top), HALF_RANGE)
             return ErrorEstimate(math.inf, math.inf, found.confidence) if check.far else found
         unseen = tuple(made.scale for side in sides if not side.seen for made in side.made.values())
-        found = check.estimate_from_probes(product, attempt, tol, unseen, FAR_SCALES)
+        found = check.estimate_from_probes(product, attempt, tol, unseen, FAR_SCALES, self.enough)
         # a float product has no scales
         return None if check.far or not (self.left.seen or math.isfinite(found.relative)) else found
 

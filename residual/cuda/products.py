@@ -19,12 +19,17 @@ if TYPE_CHECKING:
     from cute_kernels.jit import LaunchCache
 
 
-def _fp16(plan: GpuPlan, left: GpuOperand, right: GpuOperand, order: Tensor | None) -> Tensor:
+def half_product(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """``a b`` (M, N) of operands of one half dtype, by Tensor Cores; an output of that dtype is written as such."""
+    return torch.mm(a, b) if out_dtype == a.dtype else torch.mm(a, b, out_dtype=torch.float32).to(out_dtype)
+
+
+def _fp16(left: GpuOperand, right: GpuOperand, out_dtype: torch.dtype) -> Tensor:
     """Entries rounded to halves, unless both operands are of one half dtype, and sums in float32; on a GPU."""
     a, b = left.half, right.half
     if a.dtype != b.dtype:
         a, b = a.half(), b.half()
-    return torch.mm(a, b.mT, out_dtype=torch.float32)  # (M, N)
+    return half_product(a, b.mT, out_dtype)
 
 
 def _fp32(plan: GpuPlan, left: GpuOperand, right: GpuOperand, order: Tensor | None) -> Tensor:
@@ -120,8 +125,8 @@ def _sparse(plan: GpuPlan, left: GpuOperand, right: GpuOperand, order: Tensor | 
 
 
 _RUNS: dict[str, Callable[[GpuPlan, GpuOperand, GpuOperand, Tensor | None], Tensor]] = {
-    "fp16": _fp16, "fp32": _fp32, "fp64": _fp64, "centered": _centered, "outlier": _outlier, "columns": _columns,
-    "sparse": _sparse, **dict.fromkeys(COUNTS, _dense),
+    "fp32": _fp32, "fp64": _fp64, "centered": _centered, "outlier": _outlier, "columns": _columns, "sparse": _sparse,
+    **dict.fromkeys(COUNTS, _dense),
 }  # fmt: skip
 
 
@@ -133,8 +138,12 @@ def run_plan(
     ``left``: rows of A (M, K); ``right``: columns of B (N, K); ``order``: columns of k, those that the cross products
     of ``columns`` need most first.
     """
-    product = _RUNS[plan.mode](plan, left, right, order)  # (M, N)
-    if plan.mode != "fp64" and (left.exponent is not None or right.exponent is not None):
+    is_scaled = left.exponent is not None or right.exponent is not None
+    if plan.mode == "fp16":
+        product = _fp16(left, right, torch.float32 if is_scaled else out_dtype)  # (M, N)
+    else:
+        product = _RUNS[plan.mode](plan, left, right, order)  # (M, N)
+    if plan.mode != "fp64" and is_scaled:
         zero = torch.zeros((), dtype=torch.int32, device=product.device)
         rows = zero if left.exponent is None else left.exponent[:, None]  # (M, 1)
         columns = zero if right.exponent is None else right.exponent  # (N,)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -26,6 +27,15 @@ class Form(NamedTuple):
     digits: Digits | None = None
     look: RightLook | None = None
     direct: DirectRight | None = None
+
+
+class ProbeLines(NamedTuple):
+    """Probes as a GPU's kernels read them: float32, one vector after the other, with room after each."""
+
+    probes: Probes
+    transposed: Tensor  # (16, N and room): W^T
+    products: Tensor | None = None  # (16, K and room): (B W)^T, if B is constant
+    norm: float = math.nan  # ||B W||_F then
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -53,6 +63,8 @@ class PreparedOperand:
         Digits for the rungs that it was prepared for; products make others anew.
     passes : Mapping
         Passes over B on a GPU by digits per element; see ``residual.cuda.passes``.
+    lines : ProbeLines, optional
+        Of products whose plan is searched for on a GPU; see ``residual.cuda.check``.
 
     Examples
     --------
@@ -70,6 +82,7 @@ class PreparedOperand:
     bound: Tensor
     forms: Mapping[Rung, Form] = field(default_factory=lambda: MappingProxyType({}))
     passes: Mapping[int, Any] = field(default_factory=lambda: MappingProxyType({}))
+    lines: ProbeLines | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -90,6 +103,8 @@ class PreparedOperand:
                 tensors += [made.scale, made.packed, made.column_sums, made.vectors, made.bounds]
         for made in self.passes.values():
             tensors += made.tensors
+        if self.lines is not None:
+            tensors += [x for x in self.lines[1:] if isinstance(x, Tensor)]
         return sum(each.nbytes for each in tensors)
 
     def shares_memory(self, weight: Tensor) -> bool:

@@ -96,8 +96,10 @@ def test_halves_that_take_part_are_those_in_range() -> None:
 def test_halves_are_a_plan_of_gpus_only_and_need_statistics_unless_the_operands_are_halves() -> None:
     sizes, prices = Sizes(4096, 4096, 4096), PRICES
     assert without_statistics(Wish(1e-3, half=True), sizes, prices) is None
-    assert without_statistics(Wish(1e-3, half=True, halves=True), sizes, prices) == HALF
-    assert without_statistics(Wish(1e-5, half=True, halves=True), sizes, prices) is None  # sums are cut
+    given = sizes._replace(halves=True)
+    for size in (16, 4096, 16384):  # nothing is converted, and digits are rarely enough
+        assert without_statistics(Wish(1e-3, half=True), Sizes(size, size, size, halves=True), prices) == HALF
+    assert without_statistics(Wish(1e-5, half=True), given, prices) is None  # sums are cut
     error = {HALF: 4e-4, GpuPlan("full", 8): 1e-4, GpuPlan("direct", 8): 1e-2, SINGLE: 1e-6}
 
     def first(tol: float, half: bool, **changed: float) -> GpuPlan | None:

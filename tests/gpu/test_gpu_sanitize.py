@@ -252,6 +252,10 @@ def test_probes_and_comparison(shape: tuple[int, int]) -> None:
         assert torch.equal(tops, x.abs().amax(1 if lines == "rows" else 0)) and torch.equal(halves, x.half())
     assert probes.compare(x, w, y).product == pytest.approx(float(y.double().square().sum()), rel=1e-5)
     assert not np.isnan(probes.compare(x, w, product).gram).any()
+    for left in (x.half(), x.half().mT.contiguous().mT):
+        y, squares = torch.empty_like(product), torch.empty(y.shape[1] // 32, 2, dtype=torch.float64, device="cuda")
+        probes.launch_probe_squares(left, w, y, squares)
+        assert torch.allclose(squares.sum(0), torch.stack([z.double().square().sum() for z in (left, y)]), rtol=1e-6)
 
 
 @needs_warp_groups

@@ -28,7 +28,7 @@ from cute_kernels.convert.pack import PackConfig
 from cute_kernels.convert.quantize import QuantizeConfig
 from cute_kernels.double_sums import row_sums
 from cute_kernels.estimate import statistics
-from cute_kernels.estimate.config import ProbeConfig
+from cute_kernels.estimate.config import SQUARES, ProbeConfig
 from cute_kernels.estimate.look import LookConfig
 from cute_kernels.estimate.verdict import VerdictConfig
 from cute_kernels.few_rows.decode import DecodeConfig
@@ -340,9 +340,9 @@ def _probes(arch: str) -> Iterator[Entry]:
         tags = f"{f' amax of {amax}' if amax else ''}{' to float16' if narrowed else ''}"
         config = ProbeConfig("probe_transposed" if transposed else "probe", x, amax, groups, emit_float16=narrowed)
         yield f"probe/{'transposed ' if transposed else ''}{x} groups={groups}{tags}", config
-    for x, groups in (("float32", 1), ("float16", 2)):
-        yield f"probe/compare {x} groups={groups}", ProbeConfig("compare_rows", x, groups=groups)
-    yield "probe/sum of comparisons", ProbeConfig("sum_comparison", "float32")
+    compared = (("compare_rows", "float32", 1), ("compare_rows", "float16", 2), ("sum_comparison", "float32", 1))
+    for kernel, x, groups in (*compared, *((kernel, "float16", 1) for kernel in SQUARES)):
+        yield f"probe/{kernel.removesuffix('_rows')} {x} groups={groups}", ProbeConfig(kernel, x, groups=groups)
 
 
 def _look(arch: str) -> Iterator[Entry]:

@@ -212,6 +212,12 @@ def checked(recorder: Recorder) -> None:
             key = f"matmul of prepared {m}x{k}x{n} with tol, call {call}"
             options = {"tol": 0.1, "mode": "direct"}
             recorder.call(key, lambda: residual.matmul(a, prepared, **options), answers=met, A=a, B=b)
+    for m, k, n in ((320, 256, 272), (1000, 71, 130)):
+        a, b = reals(m, k).half(), turned(reals(k, n, seed=1).half())
+        held = recorder.call(f"prepare halves {k}x{n}", lambda: residual.prepare(b), B=b)
+        for right, call in product((b, held), range(2)):
+            key = f"matmul of halves {m}x{k}x{n} with tol{'' if right is b else ', prepared'}, call {call}"
+            recorder.call(key, lambda: residual.matmul(a, right, tol=0.1), answers=met, A=a, B=b)
     a, b = reals(320, 256), reals(256, 280, seed=1)
 
     def refused(mode: str) -> None:

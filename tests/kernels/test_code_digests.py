@@ -53,7 +53,7 @@ COMPILED = (
     "column order/default",
     "compress/offsets",
     "gemm/strided plane",
-    "probe/sum of comparisons",
+    "probe/sum_comparison float32 groups=1",
     "decode/e2m1 to 8 bits",
     "spmm/L8-R8 V=8 out=float16 rows=64 n=8",
 )

@@ -42,6 +42,26 @@ def test_products_are_those_of_float64(shape: tuple[int, int], gap: int, dtype: 
     assert bool(((again[:, :m] - exact).abs() <= (n / 32 + 16) * 2.0**-24 * size).all())
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("turned", [False, True])
+def test_products_with_sums_of_squares(shape: tuple[int, int], turned: bool, dtype: torch.dtype) -> None:
+    m, n = shape
+    x, w = torch.randn(m, n, generator=torch.Generator().manual_seed(m)).to(dtype).cuda(), vectors(n)
+    x = x.mT.contiguous().mT if turned else x
+    y = torch.full((probes.PROBES, probes.padded(m)), math.nan, device="cuda")
+    squares = torch.full((y.shape[1] // probes.TILE, 2), math.nan, dtype=torch.float64).pin_memory()
+    probes.launch_probe_squares(x, w, y, squares)
+    torch.cuda.synchronize()
+    exact = w[:, :n].double() @ x.double().mT  # (16, M)
+    size = w[:, :n].double().abs() @ x.double().abs().mT  # (16, M)
+    assert bool(((y[:, :m] - exact).abs() <= (n / 32 + 16) * 2.0**-24 * size).all()) and not y[:, m:].any()
+    tiles = torch.nn.functional.pad(x.double(), (0, 0, 0, -m % probes.TILE)).unflatten(0, (-1, probes.TILE))
+    of_y = y.double().square().unflatten(1, (-1, probes.TILE)).sum((0, 2))
+    wanted = torch.stack((tiles.square().sum((1, 2)), of_y), 1).cpu()
+    assert torch.allclose(squares, wanted, rtol=1e-6)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_comparison_gives_the_sums_of_float64(shape: tuple[int, int], dtype: torch.dtype) -> None:
