@@ -2,8 +2,9 @@
 
 The sparse product takes a time per call, per group of 4 vectors of 8 rows and 64 columns, per result or staged byte of
 B, and per conversion of a result to 16 bits. The dense one takes a time per call, per product of two bytes, per element
-of an operand and per result. Layers, whose input the call quantizes, have kernels for few tokens: for each number of
-them in `CLASSES` a layer takes a time per call, per stored element, per output and per input feature.
+of an operand and per result. A row-major B is turned for it, or packed in the call, where rows of A are staged in place
+of columns of B: both are measured. Layers, whose input the call quantizes, have kernels for few tokens: for each number
+of them in `CLASSES` a layer takes a time per call, per stored element, per output and per input feature.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels.cpu import engine, extension, linear
-from cute_kernels.cpu.dense import TurnedCall, pack_right
+from cute_kernels.cpu.dense import TurnedCall, multiply, pack_right
 from cute_kernels.gemm.cpu import dense_backend, packs_weights
 from magicube_cutlass.dispatch import measured
 from magicube_cutlass.formats.generate import random_pattern
@@ -49,6 +50,7 @@ FEW = 16  # tokens, or columns of B, up to which kernels keep the sums in regist
 # M, K, zeros
 _LAYERS = ((64, 64, 0.5), (512, 512, 0.9), (512, 512, 0.5), (2048, 64, 0.5), (64, 2048, 0.5), (1024, 1024, 0.5))
 _DENSE = ((16, 64, 64), (128, 128, 128), (384, 384, 384), (1024, 512, 64), (512, 32, 512))
+_TURNED = ((64, 64), (64, 512), (512, 256))  # K, N
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,9 @@ class CpuCosts:
     dense: Costs = (10000.0, 4e-3, 0.0, 1.5, 10000.0, 1.5)
     # of each class: call, stored element, output, input feature of a sparse layer; the same of a dense one
     layers: tuple[Costs, ...] = tuple(2 * (5000.0, 5e-3 * n, 0.3 * n, 0.3 * n) for n in CLASSES)
+    # where B is packed in the call: call; product; byte of B, of A; result; and beside: call, result of floats
+    packed: Costs = (20000.0, 4e-3, 0.2, 0.0, 1.5, 10000.0, 1.5)
+    turned: Costs = (3000.0, 0.8)  # the transpose of B: call, byte
 
     def layer(self, m: int, k: int, stored: float, tokens: int, threads: int) -> tuple[float, float]:
         """Return the predicted nanoseconds of a layer of `stored` elements, and of a dense one."""
@@ -119,6 +124,12 @@ def dense_terms(m: int, k: int, n: int, batch: int, is_integer: bool) -> Costs:
     return *sizes, *((0.0, 0.0) if is_integer else (sizes[0], sizes[3]))
 
 
+def packed_terms(m: int, k: int, n: int, is_integer: bool) -> Costs:
+    """Return the terms of the dense product that packs B in the call."""
+    sizes = 1.0, float(m * k * n), float(k * n), float(m * k), float(m * n)
+    return *sizes, *((0.0, 0.0) if is_integer else (1.0, sizes[4]))
+
+
 def predict(costs: Costs, terms: Costs, threads: int) -> float:
     """Return the predicted nanoseconds; threads share all but the time per call."""
     call, *work = (cost * term for cost, term in zip(costs, terms, strict=True))
@@ -155,6 +166,14 @@ def _normal(rows: int, columns: int) -> Tensor:
     return torch.randn(rows, columns, generator=generator, device="cpu").clamp_(-3.7, 3.7)
 
 
+def _integers(rows: int, columns: int) -> Tensor:
+    """Return int8 rows, the same each time: normal, but each fourth uniform, which takes 1.4 times as long on AVX2."""
+    generator = torch.Generator("cpu").manual_seed(0)
+    found = _normal(rows, columns).mul_(34).to(torch.int8)
+    found[3::4] = torch.randint(-128, 128, found[3::4].shape, generator=generator, device="cpu", dtype=torch.int8)
+    return found
+
+
 def _sparse_products() -> Iterator[tuple[Costs, Callable[[], object]]]:
     """Terms and calls of the engine."""
     from magicube_cutlass.dispatch.cpu import pack_operand
@@ -178,7 +197,7 @@ def _dense_products() -> Iterator[_Product]:
 
     by_engine = packs_weights()
     for m, k, n in _DENSE:
-        a, b = torch.ones(m, k, dtype=torch.int8, device="cpu"), _normal(n, k).mul_(34).to(torch.int8).t()
+        a, b = torch.ones(m, k, dtype=torch.int8, device="cpu"), _integers(n, k).t()
         right = pack_right(a.t()) if by_engine else None  # the matrix is packed once
         for out_dtype, scale in ((torch.int32, None), (torch.float32, torch.ones(m, device="cpu"))):
             out = torch.empty(m, n, dtype=out_dtype, device="cpu")
@@ -186,6 +205,26 @@ def _dense_products() -> Iterator[_Product]:
             if right is not None:
                 run = partial(TurnedCall(right, n, k, out_dtype), b.t(), None, scale, None)
             yield dense_terms(m, k, n, 1, scale is None), run
+
+
+def _packed_products() -> Iterator[_Product]:
+    """Terms and calls of the dense product that packs B."""
+    for m, k, n in _DENSE:
+        a, b = _integers(m, k), _integers(k, n)
+        for out_dtype, scale in ((torch.int32, None), (torch.float32, torch.ones(m, device="cpu"))):
+            out = torch.empty(m, n, dtype=out_dtype, device="cpu")
+            yield packed_terms(m, k, n, scale is None), partial(_packed_product, a, b, scale, out)
+
+
+def _packed_product(a: Tensor, b: Tensor, scale: Tensor | None, out: Tensor) -> None:
+    multiply(a, pack_right(b), row_scale=scale, out_dtype=out.dtype, out=out)
+
+
+def _turned_operands() -> Iterator[_Product]:
+    """Terms and calls of a transpose."""
+    for shape in _TURNED:
+        x = torch.ones(shape, dtype=torch.int8, device="cpu")
+        yield (1.0, float(x.numel())), x.t().contiguous
 
 
 def _layer_products() -> Iterator[tuple[_Product, _Product]]:
@@ -234,24 +273,27 @@ def measure_costs() -> CpuCosts:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        sets, layers = [list(_sparse_products()), list(_dense_products())], list(_layer_products())
+        makers = _sparse_products, _dense_products, _packed_products, _turned_operands
+        sets, layers = [list(make()) for make in makers], list(_layer_products())
         runs = [run for each in (*sets, *layers) for _, run in each]
         times = iter(_shortest_times(runs))
     finally:
         torch.set_num_threads(threads)
-    products = [fit_costs([terms for terms, _ in each], [next(times) for _ in each]) for each in sets]
+    sparse_costs, dense_costs, packed, turned = (
+        fit_costs([terms for terms, _ in each], [next(times) for _ in each]) for each in sets
+    )
     pairs = [(next(times), next(times)) for _ in layers]
     count, found = len(_LAYERS), []
     for i in range(0, len(layers), count):
         part, taken = layers[i : i + count], pairs[i : i + count]
         sparse, dense = (fit_costs([layer[j][0] for layer in part], [each[j] for each in taken]) for j in (0, 1))
         found.append((*sparse, *dense))
-    return CpuCosts(products[0], products[1], tuple(found))
+    return CpuCosts(sparse_costs, dense_costs, tuple(found), packed, turned)
 
 
 def _lists(costs: CpuCosts) -> list[list[float]]:
     """The costs as a file holds them."""
-    return [list(each) for each in (costs.sparse, costs.dense, *costs.layers)]
+    return [list(each) for each in (costs.sparse, costs.dense, costs.packed, costs.turned, *costs.layers)]
 
 
 def _load(name: str) -> CpuCosts | None:
@@ -264,8 +306,8 @@ def _load(name: str) -> CpuCosts | None:
             return None
         if not all(isinstance(cost, float) and 0 <= cost < 1e9 for cost in each):
             return None
-    sparse, dense, *layers = (tuple(each) for each in found)
-    return CpuCosts(sparse, dense, tuple(layers))
+    sparse, dense, packed, turned, *layers = (tuple(each) for each in found)
+    return CpuCosts(sparse, dense, tuple(layers), packed, turned)
 
 
 @cache

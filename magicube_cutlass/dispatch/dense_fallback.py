@@ -32,12 +32,9 @@ _LONGEST = (2**31 - 1) // 2**14  # products of two bytes that int32 sums without
 _ALIGNMENT = 16  # bytes; rows of the dense kernel start at multiples
 _LAUNCH = 2000.0  # of a copy, between kernels of a CUDA graph
 # On a CPU, beside the time of the kernels: nanoseconds that the Python of a dense call takes more than that of a sparse
-# one, by the engine and by torch, that a row of results written down their columns takes, and that a row-major B takes:
-# a byte to its place in the transpose, or to be packed in the call.
-CPU_CALL, CPU_GEMM, CPU_ROW, CPU_TURN, CPU_PACK = 1500.0, 9000.0, 2.0, 0.8, 20_000.0
+# one, by the engine and by torch, and that a row of results written down their columns takes.
+CPU_CALL, CPU_GEMM, CPU_ROW = 1500.0, 9000.0, 2.0
 CPU_SHORT = 1.4  # time of vectors of fewer than 8 rows over that of 8, of the kernels of few columns
-_TURNED = 300  # products of two bytes that the engine makes while it moves a byte to its place in the transpose
-_FEW_BYTES = 1 << 13  # of B, which are turned in less time than the Python takes that packs it
 _MOVED = 3500.0  # bytes that a copy reads or writes
 
 
@@ -90,16 +87,32 @@ def cpu_forecast(
     out_bits = getattr(torch, kind.out).itemsize * 8
     sizes = problem.vectors, kind.vector_length, digits, batch, out_bits, cpu.panel_columns
     sparse = cpu_costs.predict(costs.sparse, cpu_costs.sparse_terms(m, k, n, *sizes), threads)
-    dense_terms = cpu_costs.dense_terms(m, k, n, batch, kind.out.startswith("int"))
-    dense = (CPU_CALL if cpu.packs_layers else CPU_GEMM) + cpu_costs.predict(costs.dense, dense_terms, threads)
-    if digits == 1 and batch == 1 and n <= cpu_costs.CLASSES[-1] and cpu.packs_layers:
-        few, dense = costs.layer(m, k, problem.vectors * max(kind.vector_length, 4), n, threads)
-        dense += CPU_CALL + CPU_ROW * m * (n > 1)
-        if n <= cpu_costs.FEW:
-            sparse = few * (CPU_SHORT if kind.vector_length < 8 else 1.0)
-    if digits == 1 and batch == 1 and row_major and cpu.packs_layers:
-        dense += CPU_TURN * k * n if _turns(m, k, n) else CPU_PACK
-    return Forecast(sparse, dense)
+    is_integer = kind.out.startswith("int")
+    if digits > 1 or batch > 1 or not cpu.packs_layers:
+        terms = cpu_costs.dense_terms(m, k, n, batch, is_integer)
+        by = CPU_CALL if cpu.packs_layers else CPU_GEMM
+        return Forecast(sparse, by + cpu_costs.predict(costs.dense, terms, threads))
+    if n <= cpu_costs.FEW:
+        few, _ = costs.layer(m, k, problem.vectors * max(kind.vector_length, 4), n, threads)
+        sparse = few * (CPU_SHORT if kind.vector_length < 8 else 1.0)
+    if row_major:
+        return Forecast(sparse, min(_row_major_costs(cpu, m, k, n, is_integer)))
+    return Forecast(sparse, _column_major_cost(cpu, m, k, n, is_integer))
+
+
+def _column_major_cost(cpu: cpu_costs.Processor, m: int, k: int, n: int, is_integer: bool) -> float:
+    """Return the predicted nanoseconds of a matrix that was packed once times a column-major B."""
+    if n <= cpu_costs.CLASSES[-1]:
+        return CPU_CALL + CPU_ROW * m * (n > 1) + cpu.costs.layer(m, k, 0.0, n, cpu.threads)[1]
+    return CPU_CALL + cpu_costs.predict(cpu.costs.dense, cpu_costs.dense_terms(m, k, n, 1, is_integer), cpu.threads)
+
+
+def _row_major_costs(cpu: cpu_costs.Processor, m: int, k: int, n: int, is_integer: bool) -> tuple[float, float]:
+    """Return the predicted nanoseconds of the same with a row-major B: where it is turned, and packed in the call."""
+    turned = _column_major_cost(cpu, m, k, n, is_integer)
+    turned += cpu_costs.predict(cpu.costs.turned, (1.0, float(k * n)), cpu.threads)
+    terms = cpu_costs.packed_terms(m, k, n, is_integer)
+    return turned, CPU_CALL + cpu_costs.predict(cpu.costs.packed, terms, cpu.threads)
 
 
 def _are_bytes(bits: int, signed: bool) -> bool:
@@ -171,8 +184,8 @@ class DenseCall:
     """The dense product of one matrix with operands of fixed shapes, strides, dtypes and devices, checked before.
 
     Called like other cached calls: with B's data and scale, the bias, and the output or None. On a CPU a column-major B
-    is multiplied by a matrix that was packed once; a row-major one is turned for it if it has few columns or there is a
-    bias, and packed in the call otherwise.
+    is multiplied by a matrix that was packed once; a row-major one is turned for it if that is predicted to be faster
+    or there is a bias, and packed in the call otherwise, with the same bits.
     """
 
     def __init__(self, matrix: SRBCRS, dense: QuantTensor, out: torch.dtype, bias: Tensor | None = None) -> None:
@@ -186,7 +199,7 @@ class DenseCall:
         self.by_engine = data.is_cpu and dense.bits == 8 and data.ndim == 2 and packs_weights()
         m, (k, n) = matrix.shape[0], data.shape[-2:]
         self.turns = data.stride(-2) != 1 and k > 1
-        if self.by_engine and (not self.turns or bias is not None or _turns(m, k, n)):
+        if self.by_engine and (not self.turns or bias is not None or _turns(m, k, n, out)):
             self.turned = dense_engine.TurnedCall(packed_right(matrix), n, k if self.turns else data.stride(1), out)
             # another shape, dtype or memory order of a scale or the bias is another call
             self.reads_scales = all(fits(*each) for each in ((matrix.scale, m), (dense.scale, n), (bias, m)))
@@ -227,9 +240,10 @@ class DenseCall:
         return out
 
 
-def _turns(m: int, k: int, n: int) -> bool:
-    """Whether a row-major B is turned in the call: packed as it is, its last panel would be multiplied whole."""
-    return k * n <= _FEW_BYTES or m * (-n % dense_engine.PANEL) > _TURNED * n
+def _turns(m: int, k: int, n: int, out: torch.dtype) -> bool:
+    """Whether a row-major B is turned in the call."""
+    turned, packed = _row_major_costs(cpu_costs.Processor.here(), m, k, n, out in INTEGER_OUT)
+    return turned <= packed
 
 
 def fits(x: Tensor | None, size: int) -> bool:

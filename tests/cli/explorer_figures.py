@@ -29,13 +29,15 @@ SAMPLED_ROWS = 8
 COUNTS = ("vector_rows", "vectors", "nnz", "density", "elements", "element_density", "padding", "empty_rows", "bytes")
 
 
+def _tuple(x: Any) -> Any:
+    return tuple(x) if isinstance(x, list) else x
+
+
 def machine_of(entry: dict[str, Any], threads: int) -> Machine | Processor:
     """Return a machine of the page as the cost models read it."""
     if entry["kind"] == "gpu":
         return Machine(entry["arch"], entry["sms"])
-    costs = CpuCosts(
-        *(tuple(entry["costs"][name]) for name in ("sparse", "dense")), tuple(map(tuple, entry["costs"]["layers"]))
-    )
+    costs = CpuCosts(**{name: tuple(map(_tuple, each)) for name, each in entry["costs"].items()})
     return Processor(costs, threads, entry["packs_layers"], entry["panel_columns"])
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -26,8 +27,10 @@ EPS = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8
 @pytest.fixture(autouse=True)
 def xeon(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Select by the costs of one thread of one CPU, whichever runs the tests."""
-    monkeypatch.setattr(cpu_costs, "get_costs", cpu_costs.CpuCosts)
-    for name in ("CPU_CALL", "CPU_GEMM", "CPU_ROW", "CPU_TURN", "CPU_PACK"):  # small products take the dense one too
+    costs = cpu_costs.CpuCosts()
+    costs = replace(costs, packed=(*costs.dense[:2], 0.0, *costs.dense[2:]), turned=(1.0, 0.0))
+    monkeypatch.setattr(cpu_costs, "get_costs", lambda: costs)
+    for name in ("CPU_CALL", "CPU_GEMM", "CPU_ROW"):  # small products take the dense one too
         monkeypatch.setattr(dense_fallback, name, 0.0)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -124,7 +127,13 @@ def test_the_output_is_written_in_place_and_a_second_call_sees_new_data(column: 
     assert torch.allclose(mc.spmm(a, b, out=out, allow_dense=True).double(), exact, rtol=1e-6, atol=0)
 
 
-def test_the_dense_copy_is_made_once_and_left_behind_by_copies() -> None:
+def prefer(monkeypatch: pytest.MonkeyPatch, turned: bool) -> None:
+    """Let a row-major B be turned, or packed in the call."""
+    monkeypatch.setattr(dense_fallback, "_row_major_costs", lambda *_: (1.0, 2.0) if turned else (2.0, 1.0))
+
+
+def test_the_dense_copy_is_made_once_and_left_behind_by_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    prefer(monkeypatch, turned=False)
     a, b = sparse(40, 250, 8), dense((250, 33))
     mc.spmm(a, b, allow_dense=True)
     copy = a._execution["dense"]
@@ -143,6 +152,7 @@ def test_the_cpu_dense_kernel_has_the_bits_of_the_sparse_one(
     if not extension.available():
         pytest.skip("no engine")
     monkeypatch.setenv("MAGICUBE_GEMM", "engine")
+    prefer(monkeypatch, turned=False)
     packs = packs_weights()  # else the matrix is packed in each call
     packed = []
     monkeypatch.setattr(dense_engine, "pack_right", lambda b, run=dense_engine.pack_right: packed.append(b) or run(b))
@@ -242,13 +252,13 @@ def test_the_engine_is_forecast_as_it_was_measured() -> None:
     assert str(Forecast(2000.0, 1000.0)).startswith("dense would be faster: about 1.0 us against 2.0 us")
 
 
-@pytest.mark.parametrize(
-    ("m", "n", "turned"), [(768, 24, True), (5, 1, True), (64, 16, True), (64, 48, False), (768, 64, False)]
-)
-def test_a_row_major_operand_of_few_columns_is_turned(m: int, n: int, turned: bool) -> None:
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize(("m", "n"), [(768, 24), (5, 1), (64, 48), (768, 64)])
+def test_a_row_major_operand_is_turned_or_packed(m: int, n: int, turned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    prefer(monkeypatch, turned)
     a, rows, columns = sparse(m, 300, 8), dense((300, n)), dense((300, n), column=True)
     call = DenseCall(a, rows, torch.int32)
-    assert (call.turned is not None) == (turned and packs_weights())
+    assert (call.turned is not None) == ((turned or n == 1) and packs_weights())  # one column lies either way
     for operand, each in ((rows, call), (columns, DenseCall(a, columns, torch.int32))):
         assert torch.equal(each(operand.data, None, None, None).long(), mc.reference.spmm(a, operand))
 
@@ -274,17 +284,18 @@ def test_scales_of_every_kind_are_read_by_a_warm_dense_call(
         assert len(cached_dense(a)) == 2 and all(each.turned for each in cached_dense(a))
 
 
-def test_what_few_columns_add_to_a_forecast(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_few_columns_and_a_row_major_operand_add_to_a_forecast() -> None:
+    packed, turned = (7000.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0), (100.0, 2.0)
+
     def of(n: int, v: int = 8, row_major: bool = False, packs: bool = True) -> Forecast:
-        cpu = cpu_costs.Processor(cpu_costs.CpuCosts(), 1, packs, 64)
+        cpu = cpu_costs.Processor(cpu_costs.CpuCosts(packed=packed, turned=turned), 1, packs, 64)
         problem, kind = Problem(16, 512, 4000, 256, n), ProblemTypes(v, Integer(8, True), Integer(8, True), "int32")
         return cpu_forecast(kind, 128, 1, problem, cpu, row_major)
 
-    monkeypatch.setattr(dense_fallback, "CPU_TURN", 2.0)
-    monkeypatch.setattr(dense_fallback, "CPU_PACK", 7000.0)
-    for n, more in ((1, 2.0 * 512), (16, 2.0 * 512 * 16), (64, 7000.0), (65, 7000.0)):
+    for n in (1, 16, 64, 65):
         found = of(n, row_major=True)
-        assert found.dense == pytest.approx(of(n).dense + more) and found.sparse == of(n).sparse
+        assert found.dense == pytest.approx(min(of(n).dense + 100 + 2 * 512 * n, 7000)) and found.sparse == of(n).sparse
+    assert of(1, row_major=True).dense < 7000 == of(65, row_major=True).dense
     assert of(16, row_major=True, packs=False) == of(16, packs=False)
     layer = cpu_costs.CpuCosts().layer(128, 512, 4000.0 * 4, 16, 1)[0]
     assert of(16, v=4).sparse == of(16, v=2).sparse == pytest.approx(dense_fallback.CPU_SHORT * layer)

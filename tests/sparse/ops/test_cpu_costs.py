@@ -19,8 +19,9 @@ from magicube_cutlass.dispatch.cpu_costs import CpuCosts, fit_costs, predict
 from magicube_cutlass.dispatch.dense_fallback import DenseCall, forecast
 
 LAYERS = tuple(tuple(float(i) for i in range(8)) for _ in cpu_costs.CLASSES)
-MEASURED = CpuCosts((1.0, 2.0, 3.0, 4.0), (1.0, 2.0, 3.0, 4.0, 5.0, 6.0), LAYERS)
-LISTS = [[1.0, 2.0, 3.0, 4.0], [1.0, 2.0, 3.0, 4.0, 5.0, 6.0], *map(list, LAYERS)]
+PRODUCTS = [[float(i) for i in range(1, count + 1)] for count in (4, 6, 7, 2)]  # sparse, dense, packed, turned
+MEASURED = CpuCosts(tuple(PRODUCTS[0]), tuple(PRODUCTS[1]), LAYERS, tuple(PRODUCTS[2]), tuple(PRODUCTS[3]))
+LISTS = [*PRODUCTS, *map(list, LAYERS)]
 DAMAGED = [[[*each[:-1], bad] if each is LISTS[0] else each for each in LISTS] for bad in (-3.0, 3, float("nan"), None)]
 
 
