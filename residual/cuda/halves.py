@@ -137,7 +137,8 @@ def _serves(
     if options.out_dtype not in _OUT_DTYPES or (options.seed is None and not is_prepared):
         return False
     (m, k), n, sms = shape, other_shape[1], num_sms(device.index)
-    if any(cols > _MOST_STEPS * _STEP and rows * 4 < probes.TILE * sms for rows, cols in ((m, k), (k, n))):
+    passes = ((m, k),) if is_prepared else ((m, k), (k, n))  # rows and columns
+    if any(columns > _MOST_STEPS * _STEP and 4 * rows < probes.TILE * sms for rows, columns in passes):
         return False
     wish = Wish(options.tol, last_resort=options.on_failure == "fallback", half=True)
     return without_statistics(wish, Sizes(m, k, n, is_prepared, halves=True), H200) == HALF

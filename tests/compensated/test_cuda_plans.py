@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -284,6 +285,31 @@ def test_a_prepared_operand_brings_its_probes_and_its_seed() -> None:
     assert torch.equal(check.vectors[:, :20].mT, held.probes.vectors)
     assert float((check._inner()[:, :40].mT - held.vectors).abs().max()) < 1e-5
     assert flow._Call(Options(tol=0.1, seed=3), gpu_operand(A), gpu_operand(B.mT), held).seed == 7
+
+
+def test_which_products_of_halves_take_the_short_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    halves = pytest.importorskip("residual.cuda.halves")
+    monkeypatch.setattr(halves, "num_sms", lambda index: 132)
+    gpu, half = torch.device("cuda", 0), torch.float16
+
+    def served(m: int, k: int, n: int, dtype: torch.dtype = half, prepared: bool = False, **options: Any) -> bool:
+        a, b = torch.Size((m, k)), torch.Size((k, n))
+        chosen = Options(**{"tol": 1e-3, **options})
+        return bool(halves._serves(chosen, half, dtype, a, (k, 1), b, (1, k), gpu, prepared))
+
+    assert served(512, 512, 512) and served(1, 4096, 1) and served(16384, 16384, 16384)
+    assert served(512, 512, 512, out_dtype=torch.bfloat16) and served(512, 512, 512, on_failure="fallback")
+    for other in (torch.float32, torch.bfloat16):
+        assert not served(512, 512, 512, dtype=other)
+    for options in ({"tol": None}, {"tol": 5e-5}, {"mode": "direct"}, {"rungs": ("fp32",)}, {"flow": "measured"},
+                    {"out_dtype": torch.float64}, {"seed": None}):  # fmt: skip
+        assert not served(512, 512, 512, **options)
+    assert served(512, 512, 512, seed=None, prepared=True)
+    assert not served(16, 16384, 512)  # one CTA would read 16384 columns
+    assert not served(64, 512, 16384) and served(64, 512, 16384, prepared=True)
+    assert not halves._serves(
+        Options(tol=1e-3), half, half, torch.Size((8, 8)), (16, 2), torch.Size((8, 8)), (8, 1), gpu, False
+    )
 
 
 def test_an_implausible_norm_is_not_believed() -> None:
