@@ -285,12 +285,12 @@ def render_compensated(results: dict[str, Any]) -> str:
             rows.append([str(case["n"]), tol, *whole, *floats])
     head = "n", "tol", "checked", "checked, B prepared", "torch float32", "torch tf32, unchecked"
     table = [f"{machine_line(results)}.", "", *_grid([*head], rows)]
-    kinds = [name.removesuffix(", prepared") for name in results["sizes"][0]["halves_us"] if "prepared" in name]
+    kinds = [name.removesuffix(", prepared") for name in results["sizes"][0]["sixteen_bit_us"] if "prepared" in name]
     rows = []
     for case in results["sizes"]:
         for name in kinds:
             dtype, tol = name.split(", ")
-            us = [case["halves_us"][each] for each in (name, f"{name}, prepared", f"torch {dtype}")]
+            us = [case["sixteen_bit_us"][each] for each in (name, f"{name}, prepared", f"torch {dtype}")]
             rows.append([str(case["n"]), dtype, tol, *(f"{each:.0f}" for each in us)])
     head = "n", "operands and output", "tol", "checked", "checked, B prepared", "torch, unchecked"
     return "\n".join([*table, "", *_grid([*head], rows)])

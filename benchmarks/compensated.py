@@ -1,7 +1,7 @@
 """``residual.matmul`` on a GPU against torch's products, all in one run: float32, float16 and bfloat16 operands.
 
 Writes ``benchmarks/results/compensated_h200.json``, or the file that the GPU's name gives.  Times are microseconds of
-whole checked calls in a loop, the wait for the verdict included: ``loop_us`` of float32, ``halves_us`` of 16-bit
+whole checked calls in a loop, the wait for the verdict included: ``loop_us`` of float32, ``sixteen_bit_us`` of 16-bit
 operands and output; ``gpu_us``: of the launches alone in a CUDA graph, behind an elementwise kernel.
 Run: ``PYTHONPATH=. python benchmarks/compensated.py [--quick] [--out FILE] [--profile]``.
 """
@@ -33,7 +33,7 @@ from residual.options import check_options
 
 SIZES = (1024, 2048, 4096, 8192)
 TOLERANCES = (2e-2, 1e-3)
-HALVES = {torch.float16: 1e-3, torch.bfloat16: 1e-2}  # tolerance by dtype
+SIXTEEN_BIT = {torch.float16: 1e-3, torch.bfloat16: 1e-2}  # tolerance by dtype
 ROUNDS = 9
 
 
@@ -102,10 +102,10 @@ def checked_plan(name: str, A: Tensor, right: Tensor | residual.PreparedOperand,
     return f"{report.plan}, error {error:.2e}, bound {report.upper:.2e}"
 
 
-def half_calls(A: Tensor, B: Tensor, plans: dict[str, str]) -> dict[str, Callable[[], Tensor]]:
+def sixteen_bit_calls(A: Tensor, B: Tensor, plans: dict[str, str]) -> dict[str, Callable[[], Tensor]]:
     """Return the calls of 16-bit operands, checked against float64."""
     calls: dict[str, Callable[[], Tensor]] = {}
-    for dtype, tol in HALVES.items():
+    for dtype, tol in SIXTEEN_BIT.items():
         kind, a, b = str(dtype).removeprefix("torch."), A.to(dtype), B.to(dtype)
         truth = a.double() @ b.double()
         calls[f"torch {kind}"] = float_product(a, b, False)
@@ -144,12 +144,12 @@ def run_size(n: int, with_profile: bool) -> dict[str, Any]:
     del truth
     times = loop(calls)
     torch.backends.cuda.matmul.allow_tf32 = False
-    halves = half_calls(A, B, plans)
-    row: dict[str, Any] = {"n": n, "loop_us": times, "gpu_us": gpu, "halves_us": loop(halves), "plans": plans}
+    short = sixteen_bit_calls(A, B, plans)
+    row: dict[str, Any] = {"n": n, "loop_us": times, "gpu_us": gpu, "sixteen_bit_us": loop(short), "plans": plans}
     if with_profile:
         row["kernels_us"] = profiles
     print(f"\nn = {n}")
-    for name, us in (*times.items(), *row["halves_us"].items()):
+    for name, us in (*times.items(), *row["sixteen_bit_us"].items()):
         print(f"  {name:28} {us:9.1f} us  gpu {gpu.get(name, float('nan')):8.1f}  {plans.get(name, '')}", flush=True)
     for name, kernels in profiles.items():
         print(f"  {name}: " + "; ".join(f"{kernel} {us}" for kernel, us in kernels.items()))

@@ -171,11 +171,11 @@ def prepare_by(W: Tensor, options: Options) -> PreparedOperand:
     found = prepare_for(W, options.seed, rungs)
     if not W.is_cuda:
         return found
-    from residual.cuda.check import probe_lines  # take longer to import than this package
+    from residual.cuda.check import transpose_probes  # take longer to import than this package
     from residual.cuda.passes import passes_for
 
     passes = passes_for(found.weight, found.probes, rungs)
-    return replace(found, passes=passes, lines=None if passes else probe_lines(found.probes, found.vectors))
+    return replace(found, passes=passes, transposed=None if passes else transpose_probes(found.probes, found.vectors))
 
 
 def plan(

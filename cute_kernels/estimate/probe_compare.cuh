@@ -19,12 +19,6 @@ __device__ __forceinline__ double count_out_of_range(const float* scales, int64_
   return out_of_range;
 }
 
-__device__ __forceinline__ double warp_sum(double value) {
-  CUTE_UNROLL
-  for (int lane = 16; lane > 0; lane /= 2) value += __shfl_xor_sync(~0u, value, lane);
-  return value;
-}
-
 constexpr int kGram = kProbes * kProbes, kOthers = 4, kComparison = kGram + kOthers;
 
 // One probe and row: the value of the true product, that of the computed product, and their difference.

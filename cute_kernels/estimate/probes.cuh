@@ -122,6 +122,12 @@ __device__ __forceinline__ void probe_products(const ProbeRuns<Source, kTranspos
 
 __device__ __forceinline__ uint32_t magnitude_bits(float x) { return __float_as_uint(x) & 0x7fffffffu; }
 
+__device__ __forceinline__ double warp_sum(double value) {
+  CUTE_UNROLL
+  for (int lane = 16; lane > 0; lane /= 2) value += __shfl_xor_sync(~0u, value, lane);
+  return value;
+}
+
 // Bits order like magnitudes, with infinity and NaN above all. Reduce the 16 columns of a warp over g; lanes with an even g then
 // have one column each.
 template <class Source, bool kTransposed>
@@ -381,9 +387,8 @@ probe_squares(const typename C::Source* x, int64_t pitch, int64_t rows, int64_t 
   }
   CUTE_UNROLL
   for (int s = 0; s < 2; ++s) {
-    CUTE_UNROLL
-    for (int lane = 16; lane > 0; lane /= 2) sums[s] += __shfl_xor_sync(~0u, sums[s], lane);
-    if (threadIdx.x % 32 == 0) warps[s][threadIdx.x / 32] = sums[s];
+    const double sum = warp_sum(sums[s]);
+    if (threadIdx.x % 32 == 0) warps[s][threadIdx.x / 32] = sum;
   }
   __syncthreads();
   if (threadIdx.x >= 2) return;

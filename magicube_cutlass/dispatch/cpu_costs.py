@@ -14,7 +14,7 @@ import logging
 import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 
@@ -273,22 +273,23 @@ def measure_costs() -> CpuCosts:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        makers = _sparse_products, _dense_products, _packed_products, _turned_operands
+        makers = [_sparse_products, _dense_products]
+        if packs_weights():
+            makers += [_packed_products, _turned_operands]
         sets, layers = [list(make()) for make in makers], list(_layer_products())
         runs = [run for each in (*sets, *layers) for _, run in each]
         times = iter(_shortest_times(runs))
     finally:
         torch.set_num_threads(threads)
-    sparse_costs, dense_costs, packed, turned = (
-        fit_costs([terms for terms, _ in each], [next(times) for _ in each]) for each in sets
-    )
+    products = [fit_costs([terms for terms, _ in each], [next(times) for _ in each]) for each in sets]
     pairs = [(next(times), next(times)) for _ in layers]
     count, found = len(_LAYERS), []
     for i in range(0, len(layers), count):
         part, taken = layers[i : i + count], pairs[i : i + count]
         sparse, dense = (fit_costs([layer[j][0] for layer in part], [each[j] for each in taken]) for j in (0, 1))
         found.append((*sparse, *dense))
-    return CpuCosts(sparse_costs, dense_costs, tuple(found), packed, turned)
+    costs = CpuCosts(products[0], products[1], tuple(found))
+    return costs if len(products) == 2 else replace(costs, packed=products[2], turned=products[3])
 
 
 def _lists(costs: CpuCosts) -> list[list[float]]:

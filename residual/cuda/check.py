@@ -19,7 +19,7 @@ from residual.cuda.operand import FAR, GpuOperand
 from residual.error.estimate import ErrorEstimate, from_sums
 from residual.error.factor import confidence, sharp_factor
 from residual.error.probes import PROBES, Probes, ProbeSums, draw, judge, noise, probe_right
-from residual.operand.prepared import PreparedOperand, ProbeLines
+from residual.operand.prepared import PreparedOperand, TransposedProbes
 
 if TYPE_CHECKING:
     from cute_kernels.estimate.probes import Comparison
@@ -53,9 +53,9 @@ class Check:
     def __init__(self, left: GpuOperand, right: GpuOperand, prepared: PreparedOperand | None, seed: int | None) -> None:
         self.left, self.right, self.prepared, self.far, self._tops = left, right, prepared, False, False
         if prepared is None:
-            made = drawn_lines(right.given.shape[0], right.given.device, seed)
+            made = drawn_transposed(right.given.shape[0], right.given.device, seed)
         else:
-            made = prepared.lines or probe_lines(prepared.probes, prepared.vectors)
+            made = prepared.transposed or transpose_probes(prepared.probes, prepared.vectors)
         self.probes, self.vectors, self._single, _ = made  # vectors: (16, N and room)
         self._product: Tensor | None = None
 
@@ -149,17 +149,17 @@ def _finite(side: GpuOperand) -> Tensor:
 
 
 @lru_cache(maxsize=16)
-def drawn_lines(n: int, device: torch.device, seed: int | None) -> ProbeLines:
+def drawn_transposed(n: int, device: torch.device, seed: int | None) -> TransposedProbes:
     """Probes of a seed, ``B W`` to be made."""
     probes = draw(n, device, seed)
     with torch.inference_mode(False):
-        return ProbeLines(probes, _with_room(probes.vectors))
+        return TransposedProbes(probes, _with_room(probes.vectors))
 
 
-def probe_lines(probes: Probes, vectors: Tensor) -> ProbeLines:
+def transpose_probes(probes: Probes, vectors: Tensor) -> TransposedProbes:
     """Probes with ``B W`` (K, 16) of a constant B."""
     products = _with_room(vectors.float())
-    return ProbeLines(probes, _with_room(probes.vectors), products, float(torch.linalg.vector_norm(products)))
+    return TransposedProbes(probes, _with_room(probes.vectors), products, float(torch.linalg.vector_norm(products)))
 
 
 def _with_room(x: Tensor) -> Tensor:

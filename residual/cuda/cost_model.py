@@ -47,7 +47,7 @@ H200 = Costs(
 
 class Sizes(NamedTuple):
     """``A`` (m, k) times ``B`` (k, n); ``prepared``: the digits of B exist; ``hot``: outlier columns; ``density``: of
-    A' and B' together; ``halves``: both are of one 16-bit float dtype."""
+    A' and B' together; ``sixteen_bit``: both are of one 16-bit float dtype."""
 
     m: int
     k: int
@@ -55,7 +55,7 @@ class Sizes(NamedTuple):
     prepared: bool = False
     hot: int = 0
     density: float = 0.0
-    halves: bool = False
+    sixteen_bit: bool = False
 
 
 _CALLS = {"outlier": 4, "columns": 3, "sparse": 12}  # launches, as so many of a plain plan; these modes also wait
@@ -65,7 +65,7 @@ def cost(plan: GpuPlan, sizes: Sizes, prices: Costs) -> float:
     """Seconds of a plan, its quantization included; statistics and the check, alike for all, are not."""
     m, k, n = sizes.m, sizes.k, sizes.n
     macs, outputs, inputs = m * n * k, m * n, m * k + k * n
-    if plan.mode == "fp16" and sizes.halves:
+    if plan.mode == "fp16" and sizes.sixteen_bit:
         return prices.call / 20 + macs * prices.fp16
     if plan.mode == "fp16":
         rounded = m * k if sizes.prepared else inputs

@@ -109,7 +109,7 @@ class _Call:
         (m, k), n = self.left.given.shape, self.right.given.shape[0]
         found, prepared = self.forecast, self.prepared is not None
         if found is None or plan is None:
-            return Sizes(m, k, n, prepared, halves=self._are_halves())
+            return Sizes(m, k, n, prepared, sixteen_bit=self._are_halves())
         density = found.densities(plan) if plan.mode == "sparse" else 0.0
         return Sizes(m, k, n, prepared, found.hot, density, self._are_halves())
 

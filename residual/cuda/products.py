@@ -19,17 +19,17 @@ if TYPE_CHECKING:
     from cute_kernels.jit import LaunchCache
 
 
-def half_product(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
-    """``a b`` (M, N) of operands of one half dtype, by Tensor Cores; an output of that dtype is written as such."""
+def product_16bit(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """``a b`` (M, N) of operands of one 16-bit float dtype; an output of that dtype is torch's product as it is."""
     return torch.mm(a, b) if out_dtype == a.dtype else torch.mm(a, b, out_dtype=torch.float32).to(out_dtype)
 
 
 def _fp16(left: GpuOperand, right: GpuOperand, out_dtype: torch.dtype) -> Tensor:
-    """Entries rounded to halves, unless both operands are of one half dtype, and sums in float32; on a GPU."""
+    """Entries rounded to float16, unless both operands are of one 16-bit float dtype; on a GPU."""
     a, b = left.half, right.half
     if a.dtype != b.dtype:
         a, b = a.half(), b.half()
-    return half_product(a, b.mT, out_dtype)
+    return product_16bit(a, b.mT, out_dtype)
 
 
 def _fp32(plan: GpuPlan, left: GpuOperand, right: GpuOperand, order: Tensor | None) -> Tensor:

@@ -26,7 +26,7 @@ class Wish(NamedTuple):
 
     ``mode``: ``auto`` or a mode; ``bits``: 4, 8 or None; ``double``: float64 takes part in the input or the output, so
     that its product is a plan like others; ``last_resort``: whether float products may follow when all else failed;
-    ``half``: products of halves are a plan.
+    ``half``: products of 16-bit floats are a plan.
     """
 
     tol: float
@@ -68,7 +68,7 @@ def without_statistics(wish: Wish, sizes: Sizes, prices: Costs) -> GpuPlan | Non
         return None
     plain = DOUBLE if wish.double and wish.tol < _BEST_SINGLE else SINGLE
     others = short(wish)
-    if sizes.halves and wish.tol >= EXACT_HALF and others:  # digits are 1.8 times as fast, and rarely enough
+    if sizes.sixteen_bit and wish.tol >= EXACT_HALF and others:  # digits are 1.8 times as fast, and rarely enough
         return HALF
     cheapest = min((cost(plan, sizes, prices) for plan in (*possible(wish), *others)), default=None)
     if cheapest is not None and cheapest + analysis(sizes, prices) < cost(plain, sizes, prices):

@@ -117,7 +117,7 @@ def begin(A: Tensor, B: Tensor | PreparedOperand, options: Options, measured: bo
         zeros = A.new_zeros(A.shape[0], weight.shape[1], dtype=options.result_dtype(A, weight))
         return Outcome(zeros, EMPTY, None)
     if A.is_cuda:
-        from residual.cuda import flow, halves, passes  # kernels of their own
+        from residual.cuda import flow, passes, sixteen_bit  # kernels of their own
 
         prepared = B if isinstance(B, PreparedOperand) else None
         with torch.no_grad():
@@ -125,7 +125,7 @@ def begin(A: Tensor, B: Tensor | PreparedOperand, options: Options, measured: bo
                 known = None if prepared is None else prepared.passes
                 started = passes.start_picked(A.detach(), weight.detach(), options, picked, known)
                 return Begun(started, A, B, options, measured)
-            accepted = None if measured else halves.checked_product(A.detach(), weight.detach(), prepared, options)
+            accepted = None if measured else sixteen_bit.checked_product(A.detach(), weight.detach(), prepared, options)
             if accepted is not None:
                 return Outcome(accepted, EMPTY, None)
             if flow.takes(A, weight, options):

@@ -29,11 +29,11 @@ class Form(NamedTuple):
     direct: DirectRight | None = None
 
 
-class ProbeLines(NamedTuple):
+class TransposedProbes(NamedTuple):
     """Probes as a GPU's kernels read them: float32, one vector after the other, with room after each."""
 
     probes: Probes
-    transposed: Tensor  # (16, N and room): W^T
+    vectors: Tensor  # (16, N and room): W^T
     products: Tensor | None = None  # (16, K and room): (B W)^T, if B is constant
     norm: float = math.nan  # ||B W||_F then
 
@@ -63,7 +63,7 @@ class PreparedOperand:
         Digits for the rungs that it was prepared for; products make others anew.
     passes : Mapping
         Passes over B on a GPU by digits per element; see ``residual.cuda.passes``.
-    lines : ProbeLines, optional
+    transposed : TransposedProbes, optional
         Of products whose plan is searched for on a GPU; see ``residual.cuda.check``.
 
     Examples
@@ -82,7 +82,7 @@ class PreparedOperand:
     bound: Tensor
     forms: Mapping[Rung, Form] = field(default_factory=lambda: MappingProxyType({}))
     passes: Mapping[int, Any] = field(default_factory=lambda: MappingProxyType({}))
-    lines: ProbeLines | None = None
+    transposed: TransposedProbes | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -103,8 +103,8 @@ class PreparedOperand:
                 tensors += [made.scale, made.packed, made.column_sums, made.vectors, made.bounds]
         for made in self.passes.values():
             tensors += made.tensors
-        if self.lines is not None:
-            tensors += [x for x in self.lines[1:] if isinstance(x, Tensor)]
+        if self.transposed is not None:
+            tensors += [x for x in self.transposed[1:] if isinstance(x, Tensor)]
         return sum(each.nbytes for each in tensors)
 
     def shares_memory(self, weight: Tensor) -> bool:

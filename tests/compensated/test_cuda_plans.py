@@ -97,9 +97,9 @@ def test_halves_that_take_part_are_those_in_range() -> None:
 def test_halves_are_a_plan_of_gpus_only_and_need_statistics_unless_the_operands_are_halves() -> None:
     sizes, prices = Sizes(4096, 4096, 4096), PRICES
     assert without_statistics(Wish(1e-3, half=True), sizes, prices) is None
-    given = sizes._replace(halves=True)
+    given = sizes._replace(sixteen_bit=True)
     for size in (16, 4096, 16384):  # nothing is converted, and digits are rarely enough
-        assert without_statistics(Wish(1e-3, half=True), Sizes(size, size, size, halves=True), prices) == HALF
+        assert without_statistics(Wish(1e-3, half=True), Sizes(size, size, size, sixteen_bit=True), prices) == HALF
     assert without_statistics(Wish(1e-5, half=True), given, prices) is None  # sums are cut
     error = {HALF: 4e-4, GpuPlan("full", 8): 1e-4, GpuPlan("direct", 8): 1e-2, SINGLE: 1e-6}
 
@@ -287,15 +287,15 @@ def test_a_prepared_operand_brings_its_probes_and_its_seed() -> None:
     assert flow._Call(Options(tol=0.1, seed=3), gpu_operand(A), gpu_operand(B.mT), held).seed == 7
 
 
-def test_which_products_of_halves_take_the_short_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    halves = pytest.importorskip("residual.cuda.halves")
-    monkeypatch.setattr(halves, "num_sms", lambda index: 132)
+def test_which_products_of_16_bit_floats_take_the_short_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    sixteen_bit = pytest.importorskip("residual.cuda.sixteen_bit")
+    monkeypatch.setattr(sixteen_bit, "num_sms", lambda index: 132)
     gpu, half = torch.device("cuda", 0), torch.float16
 
     def served(m: int, k: int, n: int, dtype: torch.dtype = half, prepared: bool = False, **options: Any) -> bool:
         a, b = torch.Size((m, k)), torch.Size((k, n))
         chosen = Options(**{"tol": 1e-3, **options})
-        return bool(halves._serves(chosen, half, dtype, a, (k, 1), b, (1, k), gpu, prepared))
+        return bool(sixteen_bit._serves(chosen, half, dtype, a, (k, 1), b, (1, k), gpu, prepared))
 
     assert served(512, 512, 512) and served(1, 4096, 1) and served(16384, 16384, 16384)
     assert served(512, 512, 512, out_dtype=torch.bfloat16) and served(512, 512, 512, on_failure="fallback")
@@ -307,7 +307,7 @@ def test_which_products_of_halves_take_the_short_way(monkeypatch: pytest.MonkeyP
     assert served(512, 512, 512, seed=None, prepared=True)
     assert not served(16, 16384, 512)  # one CTA would read 16384 columns
     assert not served(64, 512, 16384) and served(64, 512, 16384, prepared=True)
-    assert not halves._serves(
+    assert not sixteen_bit._serves(
         Options(tol=1e-3), half, half, torch.Size((8, 8)), (16, 2), torch.Size((8, 8)), (8, 1), gpu, False
     )
 

@@ -214,9 +214,9 @@ def checked(recorder: Recorder) -> None:
             recorder.call(key, lambda: residual.matmul(a, prepared, **options), answers=met, A=a, B=b)
     for m, k, n in ((320, 256, 272), (1000, 71, 130)):
         a, b = reals(m, k).half(), turned(reals(k, n, seed=1).half())
-        held = recorder.call(f"prepare halves {k}x{n}", lambda: residual.prepare(b), B=b)
+        held = recorder.call(f"prepare float16 {k}x{n}", lambda: residual.prepare(b), B=b)
         for right, call in product((b, held), range(2)):
-            key = f"matmul of halves {m}x{k}x{n} with tol{'' if right is b else ', prepared'}, call {call}"
+            key = f"matmul of float16 {m}x{k}x{n} with tol{'' if right is b else ', prepared'}, call {call}"
             recorder.call(key, lambda: residual.matmul(a, right, tol=0.1), answers=met, A=a, B=b)
     a, b = reals(320, 256), reals(256, 280, seed=1)
 

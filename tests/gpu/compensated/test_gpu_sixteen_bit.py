@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from residual.cuda import flow, halves
+from residual.cuda import flow, sixteen_bit
 from residual.matmul import matmul, plan, prepare
 from residual.operand.prepared import PreparedOperand
 from residual.report import ToleranceError
@@ -85,7 +85,7 @@ def test_what_the_check_does_not_accept_goes_the_long_way(long_ways: list[str]) 
 def test_a_wrong_product_is_not_accepted(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     A, B = normal(300, 256).to(dtype).cuda(), normal(256, 200, seed=1).to(dtype).cuda()
     options = plan(tol=1e-3, out_dtype=torch.float32).options
-    assert halves.checked_product(A, B, None, options) is not None
+    assert sixteen_bit.checked_product(A, B, None, options) is not None
     exact = torch.mm
 
     def wrong(a: Tensor, b: Tensor, **keywords: Any) -> Tensor:
@@ -95,7 +95,7 @@ def test_a_wrong_product_is_not_accepted(dtype: torch.dtype, monkeypatch: pytest
 
     monkeypatch.setattr(torch, "mm", wrong)
     for _ in range(5):
-        assert halves.checked_product(A, B, None, options) is None
+        assert sixteen_bit.checked_product(A, B, None, options) is None
 
 
 def test_what_float32_probes_may_hide_goes_the_long_way(long_ways: list[str]) -> None:

@@ -19,12 +19,12 @@ from torch import Tensor
 from cute_kernels.estimate import probes
 from cute_kernels.jit.device import device_of, num_sms
 from cute_kernels.jit.launch_cache import LaunchCache
-from residual.cuda.check import drawn_lines, estimate_of, hidden
+from residual.cuda.check import drawn_transposed, estimate_of, hidden
 from residual.cuda.cost_model import H200, Sizes
-from residual.cuda.products import half_product
+from residual.cuda.products import product_16bit
 from residual.cuda.search import HALF, Wish, without_statistics
 from residual.error.factor import confidence
-from residual.operand.prepared import PreparedOperand, ProbeLines
+from residual.operand.prepared import PreparedOperand, TransposedProbes
 from residual.options import Options
 
 _OUT_DTYPES = (None, torch.float32, torch.float16, torch.bfloat16)
@@ -51,20 +51,20 @@ class _Record:
         self.parts = torch.empty(num_sms(device.index), probes.SUMS, dtype=torch.float64, device=device)
         self.launches = LaunchCache(_RECORDS, graph_after=2)
 
-    def product(self, A: Tensor, B: Tensor, lines: ProbeLines, options: Options) -> Tensor | None:
+    def product(self, A: Tensor, B: Tensor, drawn: TransposedProbes, options: Options) -> Tensor | None:
         """Return the product of a call; None if the check does not accept it."""
         assert options.tol is not None
-        C = half_product(A, B, options.result_dtype(A, B))  # (M, N)
-        inner = self.inner if lines.products is None else lines.products
+        C = product_16bit(A, B, options.result_dtype(A, B))  # (M, N)
+        inner = self.inner if drawn.products is None else drawn.products
 
         def launch() -> None:
             with device_of(A):
-                if lines.products is None:
-                    probes.launch_probe_squares(B, lines.transposed, inner, self.of_b, pdl=False)
-                probes.launch_probe_squares(A, inner, self.outer, self.of_a, pdl=lines.products is None)
-                probes.launch_comparison(C, lines.transposed, self.outer, (), (0.0, 0.0), self.parts, self.sums)
+                if drawn.products is None:
+                    probes.launch_probe_squares(B, drawn.vectors, inner, self.of_b, pdl=False)
+                probes.launch_probe_squares(A, inner, self.outer, self.of_a, pdl=drawn.products is None)
+                probes.launch_comparison(C, drawn.vectors, self.outer, (), (0.0, 0.0), self.parts, self.sums)
 
-        addresses = A.data_ptr(), B.data_ptr(), C.data_ptr(), lines.transposed.data_ptr(), inner.data_ptr()
+        addresses = A.data_ptr(), B.data_ptr(), C.data_ptr(), drawn.vectors.data_ptr(), inner.data_ptr()
         self.launches.run((C.dtype, addresses), launch)
         torch.cuda.current_stream(A.device).synchronize()
         sums, of_a, of_b = self.read
@@ -72,7 +72,7 @@ class _Record:
         estimate = estimate_of(found, C.numel(), confidence(0), options.tol)
         if estimate is None or not estimate.accepts(options.tol):
             return None
-        norm = lines.norm if lines.products is not None else math.sqrt(float(of_b[:, 1].sum()))
+        norm = drawn.norm if drawn.products is not None else math.sqrt(float(of_b[:, 1].sum()))
         least = hidden(math.sqrt(float(of_a[:, 0].sum())), norm)
         return C if options.tol * math.sqrt(found.result) > least else None
 
@@ -104,8 +104,8 @@ def checked_product(A: Tensor, B: Tensor, prepared: PreparedOperand | None, opti
         return None
     if A.is_neg() or B.is_neg() or torch.cuda.is_current_stream_capturing():
         return None
-    lines = drawn_lines(B.shape[1], B.device, options.seed) if prepared is None else prepared.lines
-    if lines is None:
+    drawn = drawn_transposed(B.shape[1], B.device, options.seed) if prepared is None else prepared.transposed
+    if drawn is None:
         return None
     stream = torch._C._cuda_getCurrentRawStream(A.get_device())
     key = A.dtype, A.shape, A.stride(), B.shape, B.stride(), A.device, stream
@@ -114,7 +114,7 @@ def checked_product(A: Tensor, B: Tensor, prepared: PreparedOperand | None, opti
         if len(_threads.records) >= _RECORDS:
             _threads.records.clear()
         record = _threads.records[key] = _Record(A, B)
-    return record.product(A, B, lines, options)
+    return record.product(A, B, drawn, options)
 
 
 @lru_cache(maxsize=256)
@@ -141,4 +141,4 @@ def _serves(
     if any(columns > _MOST_STEPS * _STEP and 4 * rows < probes.TILE * sms for rows, columns in passes):
         return False
     wish = Wish(options.tol, last_resort=options.on_failure == "fallback", half=True)
-    return without_statistics(wish, Sizes(m, k, n, is_prepared, halves=True), H200) == HALF
+    return without_statistics(wish, Sizes(m, k, n, is_prepared, sixteen_bit=True), H200) == HALF
