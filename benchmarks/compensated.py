@@ -24,11 +24,12 @@ from torch import Tensor
 import residual
 from cute_kernels.convert.digits import columns_config, rows_config
 from cute_kernels.estimate import look, verdict
+from cute_kernels.estimate.config import double_configs
 from cute_kernels.gemm.config import select_products
 from cute_kernels.gemm.heuristics import candidates
 from cute_kernels.jit import current_arch
 from cute_kernels.jit.warmup import Source
-from residual.cuda import passes
+from residual.cuda import passes, sixteen_bit
 from residual.options import check_options
 
 SIZES = (1024, 2048, 4096, 8192)
@@ -78,6 +79,8 @@ def checked_call(A: Tensor, B: Tensor | residual.PreparedOperand, tol: float) ->
 def started(A: Tensor, B: Tensor, tol: float, held: residual.PreparedOperand | None) -> Callable[[], object]:
     """The launches of a checked call; nobody reads the verdict."""
     options = check_options(tol)
+    if sixteen_bit.serves(A, B, held, options):
+        return lambda: sixteen_bit.start(A, B, held, options)
     known = None if held is None else held.passes
     rungs = passes.rungs_to_pick(A, B, options)
     return lambda: passes.start_picked(A, B, options, rungs, known)
@@ -158,7 +161,7 @@ def run_size(n: int, with_profile: bool) -> dict[str, Any]:
 
 def configs() -> list[Source]:
     """Every kernel that the checked calls will use."""
-    found: list[Source] = [*look.default_configs(), verdict.VerdictConfig()]
+    found: list[Source] = [*look.default_configs(), verdict.VerdictConfig(), *double_configs()]
     for planes in (2, 3):
         for n in SIZES:
             found += [rows_config("float32", planes, n), columns_config("float32", planes, current_arch(), n)]

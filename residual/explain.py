@@ -11,7 +11,7 @@ from cute_kernels.cpu import extension
 from cute_kernels.explanation import Explanation
 from cute_kernels.gemm.cpu import dense_backend
 from residual.operand.prepared import DIRECT, PreparedOperand
-from residual.options import OnFailure, check_options, check_pair
+from residual.options import OnFailure, Options, check_options, check_pair
 from residual.planning.ladder import Rung
 
 
@@ -53,7 +53,7 @@ def explain(
     """
     options = check_options(tol, mode, bits, out_dtype, None, rungs, on_failure)
     a, b = check_pair(A, B.weight if isinstance(B, PreparedOperand) else B)
-    tried = options.rungs_for(a, b)
+    tried = (*_before(a, b, B if isinstance(B, PreparedOperand) else None, options), *options.rungs_for(a, b))
     names, products = [str(each) for each in tried], [each.products for each in tried]
     size = f"{a.shape[0]} x {a.shape[1]} times {a.shape[1]} x {b.shape[1]}"
     goal = "as it comes" if tol is None else f"for a relative error of {tol:g}"
@@ -64,6 +64,15 @@ def explain(
     reason = "" if a.is_cuda or extension.available() else f"; {extension.MISSING}"
     facts = {"rungs": names, "products": products, "tol": tol, "shape": (a.shape[0], b.shape[1]), "inner": a.shape[1]}
     return Explanation("matmul", where, names[0], f"{device}: {size}, {goal}: {steps}{reason}", facts)
+
+
+def _before(A: Tensor, B: Tensor, prepared: PreparedOperand | None, options: Options) -> tuple[Rung, ...]:
+    """Return the rung in float16 where float32 operands on a GPU take it before digits."""
+    if not A.is_cuda or A.dtype != torch.float32:
+        return ()
+    from residual.cuda import sixteen_bit  # needs the CUDA wheels
+
+    return (sixteen_bit.RUNG,) if sixteen_bit.serves(A, B, prepared, options._replace(seed=0)) else ()
 
 
 def _cpu_backend(first: Rung) -> str:

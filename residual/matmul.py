@@ -173,9 +173,14 @@ def prepare_by(W: Tensor, options: Options) -> PreparedOperand:
         return found
     from residual.cuda.check import transpose_probes  # take longer to import than this package
     from residual.cuda.passes import passes_for
+    from residual.cuda.sixteen_bit import prepare_right
 
     passes = passes_for(found.weight, found.probes, rungs)
-    return replace(found, passes=passes, transposed=None if passes else transpose_probes(found.probes, found.vectors))
+    drawn = transpose_probes(found.probes)
+    transposed = prepare_right(found.weight, drawn, options)
+    if transposed is None and not passes:
+        transposed = transpose_probes(found.probes, found.vectors)
+    return replace(found, passes=passes, transposed=transposed)
 
 
 def plan(
@@ -297,9 +302,9 @@ def matmul(
     on_failure : {"raise", "fallback"}, default "raise"
         ``"fallback"``: run float32 and float64 products if no rung meets `tol`.
     flow : {"auto", "measured"}, default "auto"
-        ``"measured"``: as described, on every device. ``"auto"``: the same, but on a GPU 16-bit operands, GPUs other
-        than sm_90, tolerances below 3e-5 and modes by name other than ``direct`` and ``full`` take kernels whose
-        float32 check is guarded, not proven.
+        ``"measured"``: as described, on every device. ``"auto"``: the same, but on a GPU operands neither of float32
+        nor of one 16-bit dtype, GPUs other than sm_90, tolerances below 3e-5 (16 bits: 1e-4) and modes by name other
+        than ``direct`` and ``full`` take kernels whose float32 check is guarded, not proven.
     return_report : bool, default False
         Return ``(C, Report)``; measures the error also without `tol`, and C carries no gradient.
 

@@ -12,8 +12,13 @@ PROBES = 16
 TILE = 32  # rows per group of warps; vectors are padded to a multiple of it
 KERNELS = [*((kernel, axis) for kernel in ("probe", "probe_transposed") for axis in ABSMAX_AXES), ("compare_rows", "")]
 SQUARES = ("probe_squares", "probe_squares_transposed")
+COMPARED = [*((x, 1) for x in REAL_DTYPES.values()), ("float32", 2)]  # by compare_double: dtype, groups
 SUMS = PROBES * PROBES + 4
-PARTS = 16 * (16 * 40 + 32) * 4  # bytes of the warps' sums and absmax; they reuse the pipeline's memory
+
+
+def _parts(bytes_of_sum: int) -> int:
+    """Return the bytes of the warps' sums and absmax; they reuse the pipeline's memory."""
+    return 16 * (16 * 40 * bytes_of_sum + 32 * 4)
 
 
 @dataclass(frozen=True)
@@ -24,8 +29,8 @@ class ProbeConfig(KernelConfig):
     ----------
     kernel : str
         ``"probe"``, ``"probe_transposed"`` (reads X^T row by row), ``"probe_squares"`` and
-        ``"probe_squares_transposed"`` (emit sums of squares), ``"compare_rows"`` or ``"sum_comparison"`` (reads float64
-        sums; `x` is ``"float32"``).
+        ``"probe_squares_transposed"`` (emit sums of squares), ``"compare_rows"``, ``"compare_double"`` or
+        ``"sum_comparison"`` (reads float64 sums; `x` is ``"float32"``).
     x : str
         Dtype of the matrix.
     absmax : str
@@ -35,7 +40,7 @@ class ProbeConfig(KernelConfig):
     stages : int
         Pipeline stages per warp.
     emit_float16 : bool
-        ``"probe"`` also writes the float32 matrix in float16.
+        ``"probe_squares"`` also writes the float32 matrix in float16.
 
     Examples
     --------
@@ -51,6 +56,11 @@ class ProbeConfig(KernelConfig):
     emit_float16: bool = False
 
     @property
+    def double(self) -> bool:
+        """Whether sums are float64, by Tensor Cores of sm_90."""
+        return self.kernel in (*SQUARES, "compare_double")
+
+    @property
     def threads(self) -> int:
         """Threads per CTA."""
         return 512
@@ -61,17 +71,17 @@ class ProbeConfig(KernelConfig):
         if self.kernel == "sum_comparison":
             return 0
         ring = self.stages * 16 * self.threads * (4 if self.x == "float32" else 2)  # 16 elements per thread and stage
-        return max(ring, PARTS)
+        return max(ring, _parts(8 if self.double else 4))
 
     @property
     def name(self) -> str:
         """Short name, unique among the configs."""
-        marks = "".join(f"-{mark}" for mark in (self.absmax, "halves" if self.emit_float16 else "") if mark)
+        marks = "".join(f"-{mark}" for mark in (self.absmax, "float16" * self.emit_float16) if mark)
         return f"{self.kernel}-{self.x}-g{self.groups}{marks}"
 
     @property
     def kernel_header(self) -> str:
-        compares = self.kernel in ("compare_rows", "sum_comparison")
+        compares = self.kernel in ("compare_rows", "compare_double", "sum_comparison")
         return "estimate/probe_compare.cuh" if compares else "estimate/probes.cuh"
 
     @property
@@ -84,7 +94,8 @@ class ProbeConfig(KernelConfig):
             "kTransposed": self.kernel.endswith("_transposed"),
             "kGroups": self.groups,
             "kStages": self.stages,
-            "kPartsBytes": PARTS,
+            "kDouble": self.double,
+            "kPartsBytes": _parts(8 if self.double else 4),
             "kEmitFloat16": self.emit_float16,
         }
 
@@ -93,15 +104,27 @@ class ProbeConfig(KernelConfig):
 
 
 def default_configs() -> list[ProbeConfig]:
-    """Return the configs of all kernels and input dtypes.
+    """Return the configs of all kernels and input dtypes that compile for every arch.
 
     Examples
     --------
     >>> len(default_configs())
-    37
+    29
     """
     single = [ProbeConfig(kernel, x, axis) for kernel, axis in KERNELS for x in REAL_DTYPES.values()]
-    double = [ProbeConfig(kernel, "float32", axis, groups=2) for kernel, axis in KERNELS]
-    emitting = [ProbeConfig("probe", "float32", axis, n, emit_float16=True) for axis in ABSMAX_AXES[1:] for n in (1, 2)]
+    two = [ProbeConfig(kernel, "float32", axis, groups=2) for kernel, axis in KERNELS]
+    return [*single, *two, ProbeConfig("sum_comparison", "float32")]
+
+
+def double_configs() -> list[ProbeConfig]:
+    """Return the configs of the kernels with float64 sums, for sm_90.
+
+    Examples
+    --------
+    >>> len(double_configs())
+    12
+    """
     squares = [ProbeConfig(kernel, x) for kernel in SQUARES for x in ("float16", "bfloat16")]
-    return [*single, *double, *emitting, *squares, ProbeConfig("sum_comparison", "float32")]
+    emitting = [ProbeConfig(kernel, "float32", groups=n, emit_float16=True) for kernel in SQUARES for n in (1, 2)]
+    compared = [ProbeConfig("compare_double", x, groups=n) for x, n in COMPARED]
+    return [*squares, *emitting, *compared]

@@ -1,6 +1,6 @@
 // Error estimate of C = A B from probes W: the Gram matrix of the differences P - C W, P = A B W, and norms.
 //
-// sm_80 and later. Work: persistent CTAs of 16 warps take tiles of rows; a last kernel adds the partial sums of all CTAs in a
+// sm_80 and later, but for compare_double. Work: persistent CTAs of 16 warps take tiles of rows; a last kernel adds the partial sums of all CTAs in a
 // fixed order. Pipeline: that of estimate/probes.cuh. Source: docs/lab/residual.md.
 #pragma once
 
@@ -36,7 +36,7 @@ __device__ __forceinline__ void estimate_tiles(int64_t rows, uint8_t* shared, co
   static_assert(kGram <= kProbeThreads, "a thread has one entry of the Gram matrix, or none");
   using Tile = ProbeTile<C::kGroups>;
   using Differences = double[kProbes][Tile::kRows + 1];
-  static_assert(sizeof(Differences) <= sizeof(ProbeParts), "Differences reuse the memory of the parts");
+  static_assert(sizeof(Differences) <= sizeof(ProbeParts<float>), "Differences reuse the memory of the parts");
   Differences& difference = *reinterpret_cast<Differences*>(shared);
   __shared__ double others[kOthers][kWarps];
   const int i = threadIdx.x / kProbes % kProbes, j = threadIdx.x % kProbes;
@@ -91,12 +91,12 @@ compare_rows(const typename C::Source* x, int64_t pitch, int64_t rows, int64_t c
              const float* col_scales, int64_t col_count, float least, float most, double* out) {
   pdl_wait();
   extern __shared__ __align__(16) uint8_t shared[];
-  const ProbeParts& parts = *reinterpret_cast<const ProbeParts*>(shared);
+  const auto& parts = *reinterpret_cast<const ProbeParts<float>*>(shared);
   const ProbeMatrix<typename C::Source> matrix{x, pitch, rows, columns, vector != 0};
   estimate_tiles<C>(
       rows, shared, row_scales, row_count, col_scales, col_count, least, most, out,
       [&](int64_t tile) {
-        return probe_tile<C, false, true, Absmax::kNone>(matrix, w, w_pitch, tile, shared, nullptr, nullptr);
+        return probe_tile<C, false, true, Absmax::kNone>(matrix, w, w_pitch, tile, shared, nullptr, SeeNothing{});
       },
       [&](int probe, int row, int64_t place) {
         const double claimed = parts.template sum<C::kGroups>(probe, row);
@@ -105,14 +105,65 @@ compare_rows(const typename C::Source* x, int64_t pitch, int64_t rows, int64_t c
       });
 }
 
-// Add the partial sums of all CTAs (CTAs, 260) in a fixed order. A CTA has 32 columns, and a warp every 16th row.
+// The same with sums in float64, on sm_90 and later, of a C that is first divided by two scales, powers of two, and written where
+// they are not 1.
 template <class C>
 __global__ void __launch_bounds__(kProbeThreads)
-sum_comparison(const double* parts, int64_t blocks, double* out) {
+compare_double(typename C::Source* x, int64_t pitch, int64_t rows, int64_t columns, int64_t vector, const float* w, int64_t w_pitch,
+               const float* product, int64_t y_pitch, const float* scale_a, const float* scale_b,
+               double* out) {
+  pdl_wait();
+  using Source = typename C::Source;
+  using Runs = ProbeRuns<Source, false>;
+  extern __shared__ __align__(16) uint8_t shared[];
+  const auto& parts = *reinterpret_cast<const ProbeParts<double>*>(shared);
+  const ProbeMatrix<Source> matrix{x, pitch, rows, columns, vector != 0};
+  const double inverse = 1.0 / (double{*scale_a} * *scale_b);
+  const auto unscale = [&](Runs& runs, int at, int64_t own, int present) {
+    if (inverse == 1.0) return;
+    const int place = at + int(threadIdx.x % 4) * kRun;
+    CUTE_UNROLL
+    for (int i = 0; i < kTiles; ++i) {
+      CUTE_UNROLL
+      for (int c = 0; c < kRun; ++c) {
+        if (i >= present || place + c >= columns) continue;
+        const Source value = static_cast<Source>(static_cast<float>(static_cast<float>(runs.entries[i][c]) * inverse));
+        runs.entries[i][c] = x[(own + 8 * i) * pitch + place + c] = value;
+      }
+    }
+  };
+  estimate_tiles<C>(
+      rows, shared, nullptr, 0, nullptr, 0, 0.0f, 0.0f, out,
+      [&](int64_t tile) {
+        return probe_tile<C, false, true, Absmax::kNone>(matrix, w, w_pitch, tile, shared, nullptr, unscale);
+      },
+      [&](int probe, int row, int64_t place) {
+        const double claimed = parts.template sum<C::kGroups>(probe, row);
+        const double wanted = place < y_pitch ? product[probe * y_pitch + place] : 0.0f;
+        return ProbeValues{wanted, claimed, wanted - claimed};
+      });
+}
+
+// Add the partial sums of all CTAs (CTAs, 260) in a fixed order. A CTA has 32 columns, and a warp every 16th row. A CTA behind them
+// adds two tables of squares, to places 260 to 263.
+template <class C>
+__global__ void __launch_bounds__(kProbeThreads)
+sum_comparison(const double* parts, int64_t blocks, double* out, const double* squares_a, int64_t tiles_a,
+               const double* squares_b, int64_t tiles_b) {
   pdl_wait();
   __shared__ double sums[kWarps][32];
   constexpr int kAtOnce = 8;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, own = blockIdx.x * 32 + lane;
+  if (blockIdx.x * 32 >= kComparison) {
+    if (warp >= 4) return;
+    const double* squares = warp < 2 ? squares_a : squares_b;
+    const int64_t tiles = warp < 2 ? tiles_a : tiles_b;
+    double sum = 0.0;
+    for (int64_t tile = lane; tile < tiles; tile += 32) sum += squares[2 * tile + warp % 2];
+    sum = warp_sum(sum);
+    if (lane == 0) out[kComparison + warp] = sum;
+    return;
+  }
   const double* from = parts + (own < kComparison ? own : 0);
   double found = 0.0;
   for (int64_t block = warp; block < blocks; block += kAtOnce * kWarps) {

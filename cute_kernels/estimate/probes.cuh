@@ -1,6 +1,6 @@
 // Y = X W for 16 probe vectors W, in one pass over a matrix that can also emit the absmax of its rows or columns, or sums of squares.
 //
-// sm_80 and later; memory-bound. W is stored probe by probe, (16, pitch), and so is Y: it can be the next W. Both are padded with
+// sm_80 and later, but for probe_squares; memory-bound. W is stored probe by probe, (16, pitch), and so is Y: it can be the next W. Both are padded with
 // zeros to a multiple of 32 rows. Work: a warp takes 16 columns of 32 rows of X at a time, as Y^T = W^T X^T on Tensor Cores.
 // A float32 is the sum of two tf32 numbers; of the four products of such pairs the smallest is dropped. Tensor Cores truncate
 // sums, so each accumulator is short, and long sums are float32 additions. Pipeline: kStages stages per lane, filled by cp.async.
@@ -15,6 +15,7 @@
 #include <cuda_fp16.h>
 
 #include <cute/arch/mma_sm80.hpp>
+#include <cute/arch/mma_sm90.hpp>
 
 #include "device/warpgroup.cuh"
 
@@ -120,6 +121,23 @@ __device__ __forceinline__ void probe_products(const ProbeRuns<Source, kTranspos
   }
 }
 
+// The same in float64, and `squares` += those of the lane's elements. Of lane (g, t), A of the mma has probes g and g + 8 in turns
+// and B row g, at the columns of a run. Tensor Cores round each of these multiply-adds to nearest.
+template <class Source, bool kTransposed>
+__device__ __forceinline__ void probe_products(const ProbeRuns<Source, kTransposed>& x, const float4 (&w)[2],
+                                               double (&sums)[kTiles][4], double& squares) {
+  const double a[2 * kRun] = {w[0].x, w[1].x, w[0].y, w[1].y, w[0].z, w[1].z, w[0].w, w[1].w};
+  CUTE_UNROLL
+  for (int tile = 0; tile < kTiles; ++tile) {
+    const double b[kRun] = {x.at(tile, 0), x.at(tile, 1), x.at(tile, 2), x.at(tile, 3)};
+    CUTE_UNROLL
+    for (int i = 0; i < kRun; ++i) squares = __fma_rn(b[i], b[i], squares);
+    double(&sum)[4] = sums[tile];
+    cute::SM90::MMA_16x8x16_F64F64F64F64_TN::fma(sum[0], sum[1], sum[2], sum[3], a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7],
+                                                 b[0], b[1], b[2], b[3], sum[0], sum[1], sum[2], sum[3]);
+  }
+}
+
 __device__ __forceinline__ uint32_t magnitude_bits(float x) { return __float_as_uint(x) & 0x7fffffffu; }
 
 __device__ __forceinline__ double warp_sum(double value) {
@@ -154,13 +172,14 @@ struct ProbeTile {
 };
 
 // Sums of a tile per warp and bits of its rows' absmax, in place of the pipeline.
+template <class Sum>
 struct ProbeParts {
-  float sums[kWarps][kProbes * kPartPitch];
+  Sum sums[kWarps][kProbes * kPartPitch];
   uint32_t absmax[kWarps][kWarpRows];
 
   // Store this warp's accumulators.
   template <bool kTransposed>
-  __device__ __forceinline__ void put(const float (&of)[kTiles][4]) {
+  __device__ __forceinline__ void put(const Sum (&of)[kTiles][4]) {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     CUTE_UNROLL
     for (int i = 0; i < kTiles; ++i) {
@@ -172,9 +191,9 @@ struct ProbeParts {
   }
   // Sum of row `row` of the tile.
   template <int kGroups>
-  __device__ __forceinline__ float sum(int probe, int row) const {
+  __device__ __forceinline__ Sum sum(int probe, int row) const {
     using Tile = ProbeTile<kGroups>;
-    float found = 0.0f;
+    Sum found = 0;
     CUTE_UNROLL
     for (int i = 0; i < Tile::kSplits; ++i) {
       found += sums[row / kWarpRows * Tile::kSplits + i][probe * kPartPitch + row % kWarpRows];
@@ -274,39 +293,36 @@ __device__ __forceinline__ void walk_tile(const ProbeMatrix<typename C::Source>&
   __syncthreads();  // all warps have read their pipelines
 }
 
-// Compute the sums of a tile of X into shared memory; return this lane's part of the sum of squares. `absmax`: of all
-// columns, if asked for. `half_out`: X in float16, contiguous, with C::kEmitFloat16; runs are whole then.
-template <class C, bool kTransposed, bool kSumOfSquares, Absmax kAbsmax>
+// Type of a kernel's sums.
+template <class C>
+using ProbeSum = cuda::std::conditional_t<C::kDouble, double, float>;
+
+// Compute the sums of a tile of X into shared memory; return this lane's part of the sum of squares, in float64 where the sums are.
+// `absmax`: of all columns, if asked for. `see(runs, at, own, present)` is called for each step, before its products.
+template <class C, bool kTransposed, bool kSumOfSquares, Absmax kAbsmax, class See>
 __device__ __forceinline__ double probe_tile(const ProbeMatrix<typename C::Source>& x, const float* w, int64_t w_pitch,
-                                             int64_t tile, uint8_t* shared, uint32_t* absmax, __half* half_out) {
+                                             int64_t tile, uint8_t* shared, uint32_t* absmax, const See& see) {
   using Runs = ProbeRuns<typename C::Source, kTransposed>;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
-  float sums[kTiles][4] = {};
+  ProbeSum<C> sums[kTiles][4] = {};
   double sum_of_squares = 0.0;
   uint32_t row_absmax[kTiles] = {};
-  walk_tile<C, kTransposed>(x, w, w_pitch, tile, shared, [&](const Runs& here, const float4(&vectors)[2], int at, int64_t own,
+  walk_tile<C, kTransposed>(x, w, w_pitch, tile, shared, [&](Runs& here, const float4(&vectors)[2], int at, int64_t own,
                                                            int present) {
-    if constexpr (C::kEmitFloat16) {
-      static_assert(!kTransposed, "a run is of a row");
-      const int64_t place = at + t * kRun;
-      CUTE_UNROLL
-      for (int i = 0; i < kTiles; ++i) {
-        if (i < present && place < x.columns) {
-          const __half2 run[2] = {__floats2half2_rn(here.at(i, 0), here.at(i, 1)),
-                                  __floats2half2_rn(here.at(i, 2), here.at(i, 3))};
-          *reinterpret_cast<uint2*>(half_out + (own + 8 * i) * x.columns + place) = *reinterpret_cast<const uint2*>(run);
+    see(here, at, own, present);
+    if constexpr (C::kDouble) {
+      probe_products(here, vectors, sums, sum_of_squares);
+    } else {
+      probe_products(here, vectors, sums);
+      if constexpr (kSumOfSquares) {
+        float sum = 0.0f;
+        CUTE_UNROLL
+        for (int i = 0; i < kTiles * kRun; ++i) {
+          const float value = here.at(i / kRun, i % kRun);
+          sum = fmaf(value, value, sum);
         }
+        sum_of_squares += sum;
       }
-    }
-    probe_products(here, vectors, sums);
-    if constexpr (kSumOfSquares) {
-      float sum = 0.0f;
-      CUTE_UNROLL
-      for (int i = 0; i < kTiles * kRun; ++i) {
-        const float value = here.at(i / kRun, i % kRun);
-        sum = fmaf(value, value, sum);
-      }
-      sum_of_squares += sum;
     }
     if constexpr (kAbsmax == Absmax::kColumns) reduce_column_absmax(here, absmax + at, min(int(x.columns) - at, kDepth));
     if constexpr (kAbsmax == Absmax::kRows) {
@@ -316,9 +332,10 @@ __device__ __forceinline__ double probe_tile(const ProbeMatrix<typename C::Sourc
       }
     }
   });
-  static_assert(sizeof(ProbeParts) == C::kPartsBytes, "smem_bytes of the host must hold the parts");
-  ProbeParts& parts = *reinterpret_cast<ProbeParts*>(shared);
-  parts.put<kTransposed>(sums);
+  using Parts = ProbeParts<ProbeSum<C>>;
+  static_assert(sizeof(Parts) == C::kPartsBytes, "smem_bytes of the host must hold the parts");
+  Parts& parts = *reinterpret_cast<Parts*>(shared);
+  parts.template put<kTransposed>(sums);
   if constexpr (kAbsmax == Absmax::kRows) {
     CUTE_UNROLL
     for (int i = 0; i < kTiles; ++i) {
@@ -330,24 +347,30 @@ __device__ __forceinline__ double probe_tile(const ProbeMatrix<typename C::Sourc
   return sum_of_squares;
 }
 
+// For probe_tile: nothing is done with the runs.
+struct SeeNothing {
+  template <class Runs>
+  __device__ __forceinline__ void operator()(const Runs&, int, int64_t, int) const {}
+};
+
 // Partial sums (gridDim.y, 16, y_pitch) of Y = X W; blockIdx.x is the tile. x is X (rows, columns), or row-major X^T with
-// Config::kTransposed. `half_out`: see probe_tile. `absmax`: bits of the absmax of rows or columns, zero before if CTAs share it.
+// Config::kTransposed. `absmax`: bits of the absmax of rows or columns, zero before if CTAs share it.
 template <class C>
 __global__ void __launch_bounds__(kProbeThreads)
 probe(const typename C::Source* x, int64_t pitch, int64_t rows, int64_t columns, int64_t vector, const float* w,
-      int64_t w_pitch, float* y, int64_t y_pitch, uint32_t* absmax, __half* half_out) {
+      int64_t w_pitch, float* y, int64_t y_pitch, uint32_t* absmax) {
   pdl_wait();
   constexpr Absmax kAbsmax = static_cast<Absmax>(C::kAbsmax);
   using Tile = ProbeTile<C::kGroups>;
   extern __shared__ __align__(16) uint8_t shared[];
   const ProbeMatrix<typename C::Source> matrix{x, pitch, rows, columns, vector != 0};
-  probe_tile<C, C::kTransposed, false, kAbsmax>(matrix, w, w_pitch, blockIdx.x, shared, absmax, half_out);
+  probe_tile<C, C::kTransposed, false, kAbsmax>(matrix, w, w_pitch, blockIdx.x, shared, absmax, SeeNothing{});
   __syncthreads();
-  const ProbeParts& parts = *reinterpret_cast<const ProbeParts*>(shared);
+  const auto& parts = *reinterpret_cast<const ProbeParts<float>*>(shared);
   const int64_t corner = int64_t{blockIdx.x} * Tile::kRows;
   if constexpr (kAbsmax == Absmax::kRows) {
     if (threadIdx.x < Tile::kRows && corner + threadIdx.x < rows) {
-      const uint32_t top = parts.top<C::kGroups>(threadIdx.x);
+      const uint32_t top = parts.template top<C::kGroups>(threadIdx.x);
       if (gridDim.y == 1) absmax[corner + threadIdx.x] = top;
       else atomicMax(absmax + corner + threadIdx.x, top);
     }
@@ -356,31 +379,69 @@ probe(const typename C::Source* x, int64_t pitch, int64_t rows, int64_t columns,
   for (int i = threadIdx.x; i < Tile::kSums; i += kProbeThreads) {
     const int probe = i / Tile::kRows, row = i % Tile::kRows;
     if (corner + row < y_pitch) {
-      y[(int64_t{blockIdx.y} * kProbes + probe) * y_pitch + corner + row] = parts.sum<C::kGroups>(probe, row);
+      y[(int64_t{blockIdx.y} * kProbes + probe) * y_pitch + corner + row] = parts.template sum<C::kGroups>(probe, row);
     }
   }
 }
 
-// The same sums, without parts, and the sums of squares of X and of Y: `squares` (tiles, 2), of a CTA each; they may lie in pinned
-// memory.
+// Power of two that brings the largest magnitude of a sample of X near one, or 1 where it lies in [2^-6, 2^9) or is no normal
+// number. All CTAs take the same sample: an entry a thread.
+template <class Source>
+__device__ __forceinline__ float sampled_scale(const ProbeMatrix<Source>& x, bool transposed) {
+  __shared__ uint32_t tops[kWarps];
+  const int64_t slices = transposed ? x.columns : x.rows, length = transposed ? x.rows : x.columns;
+  const int64_t slice = int64_t{threadIdx.x} * slices / kProbeThreads, place = int64_t{threadIdx.x} * 797 % length;
+  const uint32_t top = __reduce_max_sync(~0u, magnitude_bits(static_cast<float>(x.x[slice * x.pitch + place])));
+  if (threadIdx.x % 32 == 0) tops[threadIdx.x / 32] = top;
+  __syncthreads();
+  uint32_t largest = 0;
+  CUTE_UNROLL
+  for (int warp = 0; warp < kWarps; ++warp) largest = max(largest, tops[warp]);
+  const int exponent = int(largest >> 23) - 127;  // -127: zero or subnormal; 128: inf or NaN
+  const bool near = exponent >= -6 && exponent < 9, normal = exponent > -127 && exponent < 128;
+  return near || !normal ? 1.0f : __uint_as_float(uint32_t(128 - exponent) << 23);
+}
+
+// The same sums in float64, rounded to float32, without parts, and the sums of squares of X and of Y: `squares` (tiles, 2), of a CTA
+// each; they may lie in pinned memory. sm_90 and later. With C::kEmitFloat16 also `scaled`, a power of two times X in float16, contiguous in the order of X, and that `scale`.
 template <class C>
 __global__ void __launch_bounds__(kProbeThreads)
 probe_squares(const typename C::Source* x, int64_t pitch, int64_t rows, int64_t columns, int64_t vector, const float* w,
-              int64_t w_pitch, float* y, int64_t y_pitch, double* squares) {
+              int64_t w_pitch, float* y, int64_t y_pitch, double* squares, __half* scaled, float* scale) {
   pdl_wait();
   using Tile = ProbeTile<C::kGroups>;
+  using Runs = ProbeRuns<typename C::Source, C::kTransposed>;
   extern __shared__ __align__(16) uint8_t shared[];
   __shared__ double warps[2][kWarps];
   const ProbeMatrix<typename C::Source> matrix{x, pitch, rows, columns, vector != 0};
-  double sums[2] = {probe_tile<C, C::kTransposed, true, Absmax::kNone>(matrix, w, w_pitch, blockIdx.x, shared, nullptr, nullptr)};
+  float factor = 1.0f;
+  if constexpr (C::kEmitFloat16) {
+    factor = sampled_scale(matrix, C::kTransposed);
+    if (blockIdx.x == 0 && threadIdx.x == 0) *scale = factor;
+  }
+  const auto emit = [&](const Runs& runs, int at, int64_t own, int present) {
+    if constexpr (C::kEmitFloat16) {
+      const int place = at + int(threadIdx.x % 4) * kRun;  // runs are whole
+      CUTE_UNROLL
+      for (int i = 0; i < kTiles; ++i) {
+        const auto& run = runs.entries[i];
+        const __half2 pairs[2] = {__floats2half2_rn(run[0] * factor, run[1] * factor),
+                                  __floats2half2_rn(run[2] * factor, run[3] * factor)};
+        const bool exists = C::kTransposed ? present && place + i < columns : i < present && place < columns;
+        __half* to = scaled + (C::kTransposed ? (place + i) * rows + own : (own + 8 * i) * columns + place);
+        if (exists) *reinterpret_cast<uint2*>(to) = *reinterpret_cast<const uint2*>(pairs);
+      }
+    }
+  };
+  double sums[2] = {probe_tile<C, C::kTransposed, true, Absmax::kNone>(matrix, w, w_pitch, blockIdx.x, shared, nullptr, emit)};
   __syncthreads();
-  const ProbeParts& parts = *reinterpret_cast<const ProbeParts*>(shared);
+  const auto& parts = *reinterpret_cast<const ProbeParts<ProbeSum<C>>*>(shared);
   const int64_t corner = int64_t{blockIdx.x} * Tile::kRows;
   CUTE_UNROLL
   for (int i = threadIdx.x; i < Tile::kSums; i += kProbeThreads) {
     const int probe = i / Tile::kRows, row = i % Tile::kRows;
     if (corner + row < y_pitch) {
-      const float value = parts.sum<C::kGroups>(probe, row);
+      const float value = static_cast<float>(parts.template sum<C::kGroups>(probe, row));
       y[probe * y_pitch + corner + row] = value;
       sums[1] += double{value} * value;
     }

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels.dtypes import REAL_DTYPES
-from cute_kernels.estimate.config import PROBES, SQUARES, SUMS, TILE, ProbeConfig
+from cute_kernels.estimate.config import PROBES, SUMS, TILE, ProbeConfig
 from cute_kernels.jit import workspace
 from cute_kernels.jit.device import device_of, num_sms
 from cute_kernels.jit.kernel import get_kernel
@@ -23,15 +23,16 @@ from cute_kernels.jit.launch_cache import LaunchCache
 
 __all__ = [
     "Comparison",
-    "can_emit_float16",
+    "blocks_of",
     "compare",
     "comparison_of",
+    "groups_of",
     "launch_comparison",
-    "launch_probe_squares",
+    "launch_sum",
+    "matrix_arguments",
     "padded",
     "probe",
     "probe_with_absmax",
-    "probe_with_float16",
     "probeable",
     "readable",
 ]
@@ -110,12 +111,12 @@ def probeable(x: Tensor) -> bool:
     return readable(x) or (x.is_cuda and readable(x.mT))
 
 
-def _matrix_arguments(x: Tensor) -> tuple[int, ...]:
+def matrix_arguments(x: Tensor) -> tuple[int, ...]:
     """Return address, memory stride, rows, columns, and whether rows allow vector loads.
 
     Examples
     --------
-    >>> _matrix_arguments(torch.zeros(4, 8))[1:]
+    >>> matrix_arguments(torch.zeros(4, 8))[1:]
     (8, 4, 8, 1)
     """
     rows, columns = x.shape
@@ -173,38 +174,17 @@ def probe_with_absmax(x: Tensor, w: Tensor, axis: str) -> tuple[Tensor, Tensor]:
     >>> probe_with_absmax(x, w, "rows")[1].tolist()  # doctest: +SKIP
     [1.0, 1.0, 1.0, 1.0]
     """
-    return _probe(x, w, axis)[:2]
+    return _probe(x, w, axis)
 
 
-def can_emit_float16(x: Tensor) -> bool:
-    """Return whether :func:`probe_with_float16` takes `x`: float32, N a multiple of 4, 16-byte aligned rows.
-
-    Examples
-    --------
-    >>> can_emit_float16(torch.zeros(4, 8))  # not on a GPU
-    False
-    """
-    return readable(x) and x.dtype == torch.float32 and x.shape[1] % _RUN == 0 and _matrix_arguments(x)[-1] == 1
-
-
-def probe_with_float16(x: Tensor, w: Tensor, axis: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what :func:`probe_with_absmax` returns, and `x` in float16, shape (M, N).
-
-    `x` must be a matrix that :func:`can_emit_float16` allows.
+def groups_of(rows: int, dtype: torch.dtype, at_once: int) -> int:
+    """Return the groups of 32 rows per CTA: two, which read W half as often, if CTAs fill the GPU about as well.
 
     Examples
     --------
-    >>> x, w = torch.ones(4, 8, device="cuda"), torch.zeros(16, 32, device="cuda")  # doctest: +SKIP
-    >>> probe_with_float16(x, w, "rows")[2].dtype  # doctest: +SKIP
-    torch.float16
+    >>> groups_of(4096, torch.float32, 132), groups_of(8192, torch.float32, 132), groups_of(8192, torch.float16, 132)
+    (1, 2, 1)
     """
-    y, absmax, converted = _probe(x, w, axis, emit_float16=True)
-    assert converted is not None
-    return y, absmax, converted
-
-
-def _groups(rows: int, dtype: torch.dtype, at_once: int) -> int:
-    """Return the groups of 32 rows per CTA: two, which read W half as often, if CTAs fill the GPU about as well."""
     if dtype != torch.float32:
         return 1
 
@@ -215,8 +195,8 @@ def _groups(rows: int, dtype: torch.dtype, at_once: int) -> int:
     return 2 if _GAIN * busy(2 * TILE) >= busy(TILE) else 1
 
 
-def _probe(x: Tensor, w: Tensor, axis: str, emit_float16: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Launch a probe kernel; return ``(X W)^T``, the absmax of the slices, and `x` in float16 if asked for."""
+def _probe(x: Tensor, w: Tensor, axis: str) -> tuple[Tensor, Tensor]:
+    """Launch a probe kernel; return ``(X W)^T`` and the absmax of the slices."""
     transposed, width = not readable(x), padded(x.shape[0])
     rows, columns = x.shape
     with device_of(x):
@@ -225,20 +205,17 @@ def _probe(x: Tensor, w: Tensor, axis: str, emit_float16: bool = False) -> tuple
         no_atomics = not axis or (axis == "rows" and splits == 1)  # else CTAs share the absmax of a slice
         size = {"rows": rows, "columns": columns}.get(axis, 0)
         absmax = (workspace.empty if no_atomics else workspace.zeros)((size,), torch.float32, x.device)  # (M,) or (N,)
-        half = workspace.empty((rows, columns), torch.float16, x.device) if emit_float16 else None  # (M, N)
 
         def launch() -> None:
             name = "probe_transposed" if transposed else "probe"
-            at, pitch, *_, vector = _matrix_arguments(x.mT if transposed else x)
+            at, pitch, *_, vector = matrix_arguments(x.mT if transposed else x)
             pointers = w.data_ptr(), w.shape[1], parts.data_ptr(), width, absmax.data_ptr()
-            converted = 0 if half is None else half.data_ptr()
-            get_kernel(ProbeConfig(name, REAL_DTYPES[x.dtype], axis, groups, emit_float16=emit_float16)).launch(
-                (tiles, splits, 1), (at, pitch, rows, columns, vector, *pointers, converted), pdl=True
+            get_kernel(ProbeConfig(name, REAL_DTYPES[x.dtype], axis, groups)).launch(
+                (tiles, splits, 1), (at, pitch, rows, columns, vector, *pointers), pdl=True
             )
 
-        written = () if half is None else (half,)
-        _replays.run((axis, emit_float16, *_launch_key(x, w, parts, absmax, *written)), launch)
-    return parts[0] if splits == 1 else parts.sum(0), absmax, half
+        _replays.run((axis, *_launch_key(x, w, parts, absmax)), launch)
+    return parts[0] if splits == 1 else parts.sum(0), absmax
 
 
 @lru_cache(maxsize=256)
@@ -246,7 +223,7 @@ def _grid(shape: torch.Size, dtype: torch.dtype, device: int) -> tuple[int, int,
     """Return the grid of a pass: groups of 32 rows per CTA, tiles, CTAs that share the columns of a tile."""
     rows, columns = shape
     at_once = num_sms(device)
-    groups = _groups(rows, dtype, at_once)
+    groups = groups_of(rows, dtype, at_once)
     tiles = -(-padded(rows) // (groups * TILE))
     idle = at_once // tiles
     return groups, tiles, max(1, min(idle, columns // _MIN_SPLIT)) if idle >= _SMS_PER_TILE else 1
@@ -310,7 +287,7 @@ def _start_comparison(
 ) -> None:
     """Start :func:`compare` on the current stream."""
     with device_of(c):
-        parts, result = workspace.empty((_blocks(c)[0], SUMS), torch.float64, c.device), _result_buffers().sums
+        parts, result = workspace.empty((blocks_of(c)[0], SUMS), torch.float64, c.device), _result_buffers().sums
 
         def launch() -> None:
             launch_comparison(c, w, product, scales, bounds, parts, result)
@@ -319,10 +296,16 @@ def _start_comparison(
         _replays.run(("compare", *_launch_key(c, w, product, parts, *scales, result), sizes, bounds), launch)
 
 
-def _blocks(c: Tensor) -> tuple[int, int]:
-    """Return the number of CTAs that compare, and the groups of 32 rows of each."""
+def blocks_of(c: Tensor) -> tuple[int, int]:
+    """Return the number of CTAs that compare, and the groups of 32 rows of each.
+
+    Examples
+    --------
+    >>> blocks_of(torch.zeros(4096, 4096, device="cuda"))  # doctest: +SKIP
+    (128, 1)
+    """
     at_once = num_sms(c.device.index)
-    groups = _groups(c.shape[0], c.dtype, at_once)
+    groups = groups_of(c.shape[0], c.dtype, at_once)
     return min(-(-padded(c.shape[0]) // (groups * TILE)), at_once), groups
 
 
@@ -336,46 +319,29 @@ def launch_comparison(
     --------
     >>> launch_comparison(c, w, probe(a, probe(b, w)), (), (0.0, 0.0), parts, result)  # doctest: +SKIP
     """
-    blocks, groups = _blocks(c)
+    blocks, groups = blocks_of(c)
     pointers = [part for s in scales for part in (s.data_ptr(), s.numel())] + [0, 0] * (2 - len(scales))
     get_kernel(ProbeConfig("compare_rows", REAL_DTYPES[c.dtype], groups=groups)).launch(
         (blocks, 1, 1),
         (
-            *_matrix_arguments(c), w.data_ptr(), w.shape[1], product.data_ptr(), product.shape[1], *pointers,
+            *matrix_arguments(c), w.data_ptr(), w.shape[1], product.data_ptr(), product.shape[1], *pointers,
             *(np.float32(bound) for bound in bounds), parts.data_ptr(),
         ),
         pdl=True,
     )  # fmt: skip
-    get_kernel(ProbeConfig("sum_comparison", "float32")).launch(
-        (-(-SUMS // 32), 1, 1), (parts.data_ptr(), blocks, result.data_ptr()), pdl=True
-    )
+    launch_sum(parts, blocks, result)
 
 
-def launch_probe_squares(x: Tensor, w: Tensor, y: Tensor, squares: Tensor, pdl: bool = True) -> None:
-    """Launch the kernel that writes ``(X W)^T`` and the sums of squares of X and of ``X W``.
-
-    Parameters
-    ----------
-    x : Tensor, shape (M, N)
-        float16 or bfloat16 matrix that is :func:`probeable`.
-    w : Tensor, shape (16, padded(N))
-        float32 probes.
-    y : Tensor, shape (16, padded(M))
-        float32; written.
-    squares : Tensor, shape (padded(M) / 32, 2)
-        float64, on the GPU or pinned; written, the sums of 32 rows each.
-    pdl : bool, default True
-        Whether the kernel may start before those in front of it end.
+def launch_sum(parts: Tensor, blocks: int, result: Tensor, squares: tuple[Tensor, ...] = ()) -> None:
+    """Launch the kernel that adds the rows of `parts` in their order, and two tables of `squares` behind them.
 
     Examples
     --------
-    >>> launch_probe_squares(a, probe(b, w), y, squares)  # doctest: +SKIP
+    >>> launch_sum(parts, 132, result)  # doctest: +SKIP
     """
-    transposed = not readable(x)
-    at, pitch, *_, vector = _matrix_arguments(x.mT if transposed else x)
-    pointers = w.data_ptr(), w.shape[1], y.data_ptr(), y.shape[1], squares.data_ptr()
-    get_kernel(ProbeConfig(SQUARES[transposed], REAL_DTYPES[x.dtype])).launch(
-        (squares.shape[0], 1, 1), (at, pitch, *x.shape, vector, *pointers), pdl=pdl
+    tables = [part for each in squares for part in (each.data_ptr(), each.shape[0])] or [0] * 4
+    get_kernel(ProbeConfig("sum_comparison", "float32")).launch(
+        (-(-SUMS // 32) + bool(squares), 1, 1), (parts.data_ptr(), blocks, result.data_ptr(), *tables), pdl=True
     )
 
 

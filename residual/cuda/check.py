@@ -18,13 +18,17 @@ from cute_kernels.convert.digits import ZERO_SCALE
 from residual.cuda.operand import FAR, GpuOperand
 from residual.error.estimate import ErrorEstimate, from_sums
 from residual.error.factor import confidence, sharp_factor
-from residual.error.probes import PROBES, Probes, ProbeSums, draw, judge, noise, probe_right
+from residual.error.probes import PROBES, UNIT, Probes, ProbeSums, draw, gamma, judge, noise, probe_right
 from residual.operand.prepared import PreparedOperand, TransposedProbes
 
 if TYPE_CHECKING:
     from cute_kernels.estimate.probes import Comparison
 
 _NOISE = 2.0**-21  # of float32 probes against the product of the operands' norms; errors below it are judged in double
+_SINGLE = 2.0**-24  # unit roundoff of float32
+_LEAST_SINGLE = 2.0**-149
+_SLACK = 1.01  # covers the rounding of a bound itself
+_ROUNDINGS = 64  # of a term besides those of its sum's other terms, more than there are
 _ROOM = 32  # a vector's length in memory is a multiple of it
 # Scales of lines of zeros, and of lines whose magnitudes are near one, lie between these, a power of two to spare.
 FAR_SCALES = (ZERO_SCALE, 2.0 ** (FAR - 7))
@@ -56,7 +60,7 @@ class Check:
             made = drawn_transposed(right.given.shape[0], right.given.device, seed)
         else:
             made = prepared.transposed or transpose_probes(prepared.probes, prepared.vectors)
-        self.probes, self.vectors, self._single, _ = made  # vectors: (16, N and room)
+        self.probes, self.vectors, self._single = made.probes, made.vectors, made.products  # vectors: (16, N and room)
         self._product: Tensor | None = None
 
     def begin(self, tops: bool = False) -> Tensor:
@@ -142,6 +146,47 @@ def hidden(of_a: float, of_inner: float) -> float:
     return _NOISE * of_a * of_inner / math.sqrt(PROBES)
 
 
+def rounding_of_double(
+    shape: tuple[int, int, int], w: float, aa: float, bb: float, yy: float, zz: float, cc: float, differences: float
+) -> float:
+    """Bound of the rounding of ``Y = z - C W`` in the Frobenius norm, for probes in float64 and vectors in float32.
+
+    With ``y = fl(B W)`` and ``z = fl(A y)`` in float32, ``v = 2^-24``, and all sums in float64, Y shows ``E = A B - C``
+    up to
+
+        ||Y - E W|| <= v (||A|| ||y|| + ||z||) + g (||A|| (||y|| + ||B|| ||W||) + ||C|| ||W||) + u ||Y||
+
+    with ``u = 2^-53``, ``g = n u / (1 - n u)`` for sums of n terms [1]_, by Tensor Cores that round each addition to
+    nearest [2]_.
+
+    Parameters
+    ----------
+    shape : tuple of int
+        M, K and N.
+    w : float
+        Frobenius norm of W.
+    aa, bb, yy, zz, cc, differences : float
+        Squares of those of A, B, ``B W``, ``A (B W)``, C and ``A (B W) - C W``.
+
+    References
+    ----------
+    .. [1] Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., SIAM 2002, section 3.1.
+    .. [2] Fasi, Higham, Mikaitis, Pranesh, Numerical behavior of NVIDIA tensor cores, PeerJ Comput. Sci. 7, e330, 2021.
+
+    Examples
+    --------
+    >>> n = 4096
+    >>> found = rounding_of_double((n, n, n), 4 * n**0.5, n**2, n**2, 16 * n**2, 16 * n**3, n**3, 0.0)
+    >>> found / (4 * n**1.5) < 5e-6  # of the norm that an error as large as C has
+    True
+    """
+    m, k, n = shape
+    a, b, y, z, c, rest = (math.sqrt(each) if each >= 0 else math.nan for each in (aa, bb, yy, zz, cc, differences))
+    sums = gamma(k + n + _ROUNDINGS) * (a * (y + b * w) + c * w) + UNIT * rest
+    below = 4 * _LEAST_SINGLE * (a * math.sqrt(k) + math.sqrt(m))  # what float32 loses below its range
+    return _SLACK * (_SINGLE * (a * y + z) + sums) + below
+
+
 def _finite(side: GpuOperand) -> Tensor:
     """The given numbers in float32 (L, K), lines with inf or NaN zero."""
     given = side.given.float()
@@ -151,15 +196,16 @@ def _finite(side: GpuOperand) -> Tensor:
 @lru_cache(maxsize=16)
 def drawn_transposed(n: int, device: torch.device, seed: int | None) -> TransposedProbes:
     """Probes of a seed, ``B W`` to be made."""
-    probes = draw(n, device, seed)
     with torch.inference_mode(False):
-        return TransposedProbes(probes, _with_room(probes.vectors))
+        return transpose_probes(draw(n, device, seed))
 
 
-def transpose_probes(probes: Probes, vectors: Tensor) -> TransposedProbes:
-    """Probes with ``B W`` (K, 16) of a constant B."""
-    products = _with_room(vectors.float())
-    return TransposedProbes(probes, _with_room(probes.vectors), products, float(torch.linalg.vector_norm(products)))
+def transpose_probes(probes: Probes, vectors: Tensor | None = None) -> TransposedProbes:
+    """Probes, with ``B W`` (K, 16) of a constant B; waits for the GPU."""
+    norm = float(torch.linalg.vector_norm(probes.norms))
+    return TransposedProbes(
+        probes, _with_room(probes.vectors), norm, None if vectors is None else _with_room(vectors.float())
+    )
 
 
 def _with_room(x: Tensor) -> Tensor:

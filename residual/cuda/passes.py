@@ -94,11 +94,11 @@ def rungs_to_pick(A: Tensor, B: Tensor, options: Options) -> tuple[Rung, ...]:
     """Return the rungs of a call that this flow serves, or none: float32, one or two digit rungs, an sm_90 GPU."""
     if A.dtype != torch.float32 or B.dtype != torch.float32 or A.is_neg() or B.is_neg():
         return ()
-    return _rungs(options, A.shape, A.stride(), B.shape, B.stride(), A.device)
+    return rungs_for_shapes(options, A.shape, A.stride(), B.shape, B.stride(), A.device)
 
 
 @lru_cache(maxsize=256)
-def _rungs(
+def rungs_for_shapes(
     options: Options,
     shape: torch.Size,
     stride: tuple[int, ...],
@@ -106,6 +106,7 @@ def _rungs(
     other_stride: tuple[int, ...],
     device: torch.device,
 ) -> tuple[Rung, ...]:
+    """Return the rungs of :func:`rungs_to_pick` for float32 operands."""
     if options.tol is None or options.out_dtype not in (None, torch.float32):
         return ()
     (m, k), n, last = shape, other_shape[1], options.on_failure == "fallback"
@@ -146,10 +147,10 @@ def _drawn(n: int, device: torch.device, seed: int) -> look.LookProbes:
 
 
 @lru_cache
-def _factors(device: torch.device) -> Tensor:
-    """Factors of both rungs by the share of the largest eigenvalue, float64 (2, FACTORS)."""
+def _factors(device: torch.device, before: int) -> Tensor:
+    """Factors of both rungs, behind others, by the share of the largest eigenvalue, float64 (2, FACTORS)."""
     shares = [max(i, 1) / (look.FACTORS - 1) for i in range(look.FACTORS)]
-    table = [[sharp_factor(share, look.PROBES, confidence(i)) for share in shares] for i in range(2)]
+    table = [[sharp_factor(share, look.PROBES, confidence(before + i)) for share in shares] for i in range(2)]
     with torch.inference_mode(False):
         return torch.tensor(table, dtype=torch.float64, device=device)
 
@@ -176,27 +177,35 @@ class _Record:
     """What calls of one kind share: a thread's and a stream's products of these shapes, with these options."""
 
     def __init__(
-        self, A: Tensor, B: Tensor, options: Options, rungs: tuple[Rung, ...], memory: _Memory, is_plain: bool
+        self,
+        A: Tensor,
+        B: Tensor,
+        options: Options,
+        rungs: tuple[Rung, ...],
+        memory: _Memory,
+        is_plain: bool,
+        before: int,
     ) -> None:
-        """`is_plain`: B is not prepared, and the probes follow from the seed."""
+        """`is_plain`: B is not prepared, and the probes follow from the seed; `before`: attempts before these."""
         assert options.tol is not None
         self.rungs, self.tol, self.device = rungs, options.tol, A.device
         self.planes, may_run = _served(rungs)
         # a product that must not run is one whose rounding has no bound
         low, high = (verdict.product_rounding(self.planes - 1 + i) if may_run[i] else math.inf for i in range(2))
         self.roundings, self.first, self.count = (low, high), may_run.index(True), sum(may_run)
-        self.state, self.factors = memory.state, _factors(A.device)
+        self.state, self.factors = memory.state, _factors(A.device, before)
         self.like = A.new_empty(1).expand(A.shape[0], B.shape[1])  # torch makes one like it in half the time
         self.probes = _drawn(B.shape[1], A.device, options.seed) if is_plain and options.seed is not None else None
         self.launches = Kept(_REPLAYS, graph_after=2, allocate=memory.take)
 
     def start(
-        self, A: Tensor, B: Tensor, words: Words, right: RightPass | None, probes: look.LookProbes | None
-    ) -> Started:
-        """Start a product; `right`: of a prepared B, else `probes` or those of the record."""
+        self, A: Tensor, B: Tensor, words: Words, right: RightPass | None, probes: look.LookProbes | None,
+        before: Missed = (),
+    ) -> Started:  # fmt: skip
+        """Start a product; `right`: of a prepared B, else `probes` or those of the record; `before`: what missed."""
         product = torch.empty_like(self.like)
         used = right.tensors if right is not None else () if probes is None else tuple(probes)
-        started = Started(product, words, self)
+        started = Started(product, words, self, before)
         words.arm(started)
 
         def launch() -> tuple[Tensor, ...]:
@@ -242,8 +251,8 @@ class Started:
         The verdict, once the GPU has written it.
     """
 
-    def __init__(self, product: Tensor, words: Words, record: _Record) -> None:
-        self.product, self.words, self._record = product, words, record
+    def __init__(self, product: Tensor, words: Words, record: _Record, before: Missed = ()) -> None:
+        self.product, self.words, self._record, self._before = product, words, record, before
         self._numbers: list[float] | None = None
 
     def _read(self) -> list[float]:
@@ -260,17 +269,17 @@ class Started:
         """Wait for the verdict; nothing was tried if the passes do not serve a slice."""
         found = verdict.read_verdict(self._read())
         if found.out_of_range:
-            return Measured(None, EMPTY, ())
+            return Measured(None, EMPTY, self._before)
         record, errors = self._record, list(found.predicted)
         first, rungs = record.first, record.rungs
         last = first + record.count - 1
         if found.planes:
             last = found.planes - record.planes + 1
             errors[last] = found.error, found.upper, found.noise
-        tried = tuple(
+        tried = self._before + tuple(
             (
                 Attempt(str(rungs[i - first]), *errors[i]),
-                ErrorEstimate(*errors[i][:2], confidence(i), errors[i][2]),
+                ErrorEstimate(*errors[i][:2], confidence(len(self._before) + i), errors[i][2]),
             )
             for i in range(first, last + 1)
         )
@@ -280,11 +289,11 @@ class Started:
         return Measured(self.product, report, tried[:-1]) if is_met else Measured(None, report, tried)
 
 
-def _key(A: Tensor, B: Tensor, options: Options, is_prepared: bool) -> Hashable:
+def _key(A: Tensor, B: Tensor, options: Options, is_prepared: bool, before: int = 0) -> Hashable:
     """Return what the record of a call depends on."""
     device = A.get_device()
     stream = torch._C._cuda_getCurrentRawStream(device)
-    return A.shape, A.stride(), B.shape, B.stride(), options, is_prepared, device, stream
+    return A.shape, A.stride(), B.shape, B.stride(), options, is_prepared, before, device, stream
 
 
 def start_known(
@@ -317,7 +326,12 @@ def start_known(
 
 
 def start_picked(
-    A: Tensor, B: Tensor, options: Options, rungs: tuple[Rung, ...], passes: Mapping[int, RightPass] | None = None
+    A: Tensor,
+    B: Tensor,
+    options: Options,
+    rungs: tuple[Rung, ...],
+    passes: Mapping[int, RightPass] | None = None,
+    before: Missed = (),
 ) -> Started:
     """Start a product; nothing waits for the GPU.
 
@@ -333,6 +347,8 @@ def start_picked(
         As :func:`rungs_to_pick` returns them.
     passes : Mapping of int to RightPass, optional
         Of a prepared B.
+    before : tuple, optional
+        Attempts that missed, whose share of the probability of failure is taken.
 
     Returns
     -------
@@ -343,16 +359,17 @@ def start_picked(
     if right is None and options.seed is None:
         probes = padded_probes(draw(B.shape[1], A.device, None))
     if torch.cuda.is_current_stream_capturing():  # the graph has memory of its own
-        words = _device_words(A.device)
-        return _Record(A, B, options, rungs, _Memory(A.device), right is None).start(A, B, words, right, probes)
-    key = _key(A, B, options, right is not None)
+        words, memory = _device_words(A.device), _Memory(A.device)
+        alone = _Record(A, B, options, rungs, memory, right is None, len(before))
+        return alone.start(A, B, words, right, probes, before)
+    key = _key(A, B, options, right is not None, len(before))
     record = _threads.records.get(key)
     if record is None or record.rungs != rungs:
         if len(_threads.records) >= _REPLAYS:
             _threads.records.clear()
         memory = _memory(A.device, torch._C._cuda_getCurrentRawStream(A.get_device()))
-        record = _threads.records[key] = _Record(A, B, options, rungs, memory, right is None)
-    return record.start(A, B, _threads.words.take(), right, probes)
+        record = _threads.records[key] = _Record(A, B, options, rungs, memory, right is None, len(before))
+    return record.start(A, B, _threads.words.take(), right, probes, before)
 
 
 def _device_words(device: torch.device) -> Words:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -44,17 +45,21 @@ class Words:
         array = self._array
         if array is None:
             return self.tensor.tolist()
-        while array[-1] != 1.0:
-            for _ in range(_LOOKS):
-                if array[-1] == 1.0:
-                    break
-            else:
-                if torch.cuda.current_stream(device).query() and array[-1] != 1.0:  # raises if a kernel failed
-                    torch.cuda.synchronize(device)  # started on another stream
-                    break
+        wait_until(lambda: array[-1] == 1.0, device)
         numbers: list[float] = array.tolist()
         self._owner = None
         return numbers
+
+
+def wait_until(is_written: Callable[[], bool], device: torch.device) -> None:
+    """Look at memory that a GPU writes until it is written, without a call to the driver."""
+    while not is_written():
+        for _ in range(_LOOKS):
+            if is_written():
+                return
+        if torch.cuda.current_stream(device).query() and not is_written():  # raises if a kernel failed
+            torch.cuda.synchronize(device)  # started on another stream
+            return
 
 
 class WordsPool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -27,7 +27,7 @@ from residual.planning.ladder import Rung
 from residual.report import EMPTY, Missed, Report, attempt_of, tolerance_error
 
 if TYPE_CHECKING:
-    from residual.cuda.passes import Started
+    from residual.cuda import passes, sixteen_bit
 
 
 _SAMPLE = 16  # rows whose error by one digit is measured before that of all
@@ -53,14 +53,22 @@ class Outcome(NamedTuple):
         return self.product
 
 
+def _go_on(
+    A: Tensor, B: Tensor | PreparedOperand, options: Options, measured: bool, tried: Missed, before: int = 0
+) -> Outcome:
+    """Return the product by the rungs behind those that were `tried`, after `before` attempts outside of the ladder."""
+    return compute_from(A, B, options, measured, tried=tried[before:], before=tried[:before])
+
+
 class Begun(NamedTuple):
     """A product whose verdict a GPU has still to give."""
 
-    started: Started
+    started: passes.Started | sixteen_bit.StartedSixteenBit
     A: Tensor
     B: Tensor | PreparedOperand
     options: Options
     measured: bool
+    goes_on: Callable[[Tensor, Tensor | PreparedOperand, Options, bool, Missed], Outcome | Begun] = _go_on
 
     def outcome(self) -> Outcome:
         """Wait for the verdict; where the tolerance was missed, go on with the next rung."""
@@ -68,24 +76,24 @@ class Begun(NamedTuple):
         if made.product is not None:
             return Outcome(made.product, made.report, None)
         with torch.autocast(self.A.device.type, enabled=False):
-            return compute_from(self.A, self.B, self.options, self.measured, tried=made.tried)
+            return self.goes_on(self.A, self.B, self.options, self.measured, made.tried).outcome()
+
+    def checked(self) -> Tensor:
+        """Wait for the verdict; return the product, or raise if no rung met the tolerance."""
+        accepted = self.started.accepted()
+        return self.outcome().checked() if accepted is None else accepted
 
 
 def compute(A: Tensor, B: Tensor | PreparedOperand, options: Options) -> Tensor:
     """Return the product of checked operands, where autograd does not record; raise if no rung meets the tolerance."""
-    begun = begin(A, B, options)
-    if isinstance(begun, Begun):
-        accepted = begun.started.accepted()
-        if accepted is not None:
-            return accepted
-    return begun.outcome().checked()
+    return begin(A, B, options).checked()
 
 
 @cache
-def _start_known() -> Callable[..., Started | None]:
-    from residual.cuda.passes import start_known  # kernels of their own
+def _starts() -> tuple[Callable[..., sixteen_bit.StartedSixteenBit | None], Callable[..., passes.Started | None]]:
+    from residual.cuda import passes, sixteen_bit  # kernels of their own
 
-    return start_known
+    return sixteen_bit.start, passes.start_known
 
 
 def compute_known(A: Tensor, B: Tensor, prepared: PreparedOperand | None, options: Options) -> Tensor | None:
@@ -98,17 +106,19 @@ def compute_known(A: Tensor, B: Tensor, prepared: PreparedOperand | None, option
     """
     if torch.is_grad_enabled() and (A.requires_grad or B.requires_grad):
         return None
-    started = _start_known()(A, B, options, None if prepared is None else prepared.passes)
-    if started is None:
+    if torch.is_autocast_enabled("cuda"):
         return None
-    accepted = started.accepted()
-    if accepted is not None:
-        return accepted
-    return Begun(started, A, B if prepared is None else prepared, options, False).outcome().checked()
+    start_first, start_known = _starts()
+    right = B if prepared is None else prepared
+    first = start_first(A, B, prepared, options)
+    if first is not None:
+        return Begun(first, A, right, options, False, _begin_digits).checked()
+    started = start_known(A, B, options, None if prepared is None else prepared.passes)
+    return None if started is None else Begun(started, A, right, options, False).checked()
 
 
 def begin(A: Tensor, B: Tensor | PreparedOperand, options: Options, measured: bool = False) -> Outcome | Begun:
-    """Start the product, `measured`: with a report in any case; only passes on a GPU leave a verdict to wait for."""
+    """Start the product, `measured`: with a report in any case; only an sm_90 GPU leaves a verdict to wait for."""
     weight = B.weight if isinstance(B, PreparedOperand) else B
     if torch.is_autocast_enabled(A.device.type):  # it would compute float32 products in 16 bits
         with torch.autocast(A.device.type, enabled=False):
@@ -117,17 +127,28 @@ def begin(A: Tensor, B: Tensor | PreparedOperand, options: Options, measured: bo
         zeros = A.new_zeros(A.shape[0], weight.shape[1], dtype=options.result_dtype(A, weight))
         return Outcome(zeros, EMPTY, None)
     if A.is_cuda:
-        from residual.cuda import flow, passes, sixteen_bit  # kernels of their own
+        with torch.no_grad():
+            prepared = B if isinstance(B, PreparedOperand) else None
+            first = _starts()[0](A.detach(), weight.detach(), prepared, options)
+            if first is not None:
+                return Begun(first, A, B, options, measured, _begin_digits)
+    return _begin_digits(A, B, options, measured)
 
-        prepared = B if isinstance(B, PreparedOperand) else None
+
+def _begin_digits(
+    A: Tensor, B: Tensor | PreparedOperand, options: Options, measured: bool, before: Missed = ()
+) -> Outcome | Begun:
+    """Start the product by the rungs of :mod:`residual.planning.ladder` or, on a GPU, by a plan; `before`: missed."""
+    if A.is_cuda:
+        from residual.cuda import flow, passes  # kernels of their own
+
+        prepared, weight = (B, B.weight) if isinstance(B, PreparedOperand) else (None, B)
         with torch.no_grad():
             if picked := passes.rungs_to_pick(A, weight, options):
                 known = None if prepared is None else prepared.passes
-                started = passes.start_picked(A.detach(), weight.detach(), options, picked, known)
-                return Begun(started, A, B, options, measured)
-            accepted = None if measured else sixteen_bit.checked_product(A.detach(), weight.detach(), prepared, options)
-            if accepted is not None:
-                return Outcome(accepted, EMPTY, None)
+                started = passes.start_picked(A.detach(), weight.detach(), options, picked, known, before)
+                goes_on = partial(_go_on, before=len(before))
+                return Begun(started, A, B, options, measured, goes_on)
             if flow.takes(A, weight, options):
                 return Outcome(*flow.run_flow(A.detach(), weight.detach(), prepared, options, measured))
     return compute_from(A, B, options, measured)
@@ -140,8 +161,12 @@ def compute_from(
     measured: bool = False,
     single: Tensor | None = None,
     tried: Missed = (),
+    before: Missed = (),
 ) -> Outcome:
-    """Return the product by torch and the CPU engine; `single`: the float32 one; `tried`: the first rungs, missed."""
+    """Return the product by torch and the CPU engine; `single`: the float32 one; `tried`: the first rungs, missed.
+
+    `before`: attempts outside of the ladder.
+    """
     weight = B.weight if isinstance(B, PreparedOperand) else B
     with torch.no_grad():
         rungs, out_dtype = options.rungs_for(A, weight), options.result_dtype(A, weight)
@@ -150,7 +175,7 @@ def compute_from(
         tried = tried[: len(rungs) - 1]  # the last rung makes the product of a failure
         right = B if isinstance(B, PreparedOperand) else prepare_for(weight, options.seed, rungs[len(tried) :][:1])
         enough = 0.0 if measured else options.tol or 0.0
-        return _climb(_Call(A, right, options, out_dtype, enough), rungs, single, tried)
+        return _climb(_Call(A, right, options, out_dtype, enough), rungs, single, tried, before)
 
 
 class _Call(NamedTuple):
@@ -185,18 +210,18 @@ class _Found(NamedTuple):
     estimate: ErrorEstimate
 
 
-def _climb(call: _Call, rungs: tuple[Rung, ...], single: Tensor | None, tried: Missed) -> Outcome:
+def _climb(call: _Call, rungs: tuple[Rung, ...], single: Tensor | None, tried: Missed, before: Missed) -> Outcome:
     """Return the product of the first rung whose bound is within the tolerance, after those that were `tried`.
 
-    `single`: the float32 product, if it is computed already.
+    `single`: the float32 product, if it is computed already; `before`: attempts outside of the ladder.
     """
     A, right, options = call.A, call.right, call.options
-    tol, found = options.tol, list(tried)
+    tol, found = options.tol, [*before, *tried]
     probed = options.starts_single(A, right.weight)  # three probes may have taken the share of the second rung
     product: Tensor | None = None
     left: Operand | None = None
     for i, rung in enumerate(rungs[len(tried) :], len(tried)):
-        sure = CONFIDENCE if tol is None else confidence(i + (probed and i > 0))
+        sure = CONFIDENCE if tol is None else confidence(len(before) + i + (probed and i > 0))
         made = _direct(call, rung, sure, i + 1 == len(rungs))
         if made is None and left is None and rung.mode == "fp32" and tol is not None:
             made = _single(call, single, sure, tol)

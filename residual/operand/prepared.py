@@ -30,12 +30,23 @@ class Form(NamedTuple):
 
 
 class TransposedProbes(NamedTuple):
-    """Probes as a GPU's kernels read them: float32, one vector after the other, with room after each."""
+    """Probes as a GPU's kernels read them: float32, one vector after the other, with room after each.
+
+    What follows `norm` is of a constant B.
+    """
 
     probes: Probes
     vectors: Tensor  # (16, N and room): W^T
-    products: Tensor | None = None  # (16, K and room): (B W)^T, if B is constant
-    norm: float = math.nan  # ||B W||_F then
+    norm: float = math.nan  # ||W||_F
+    products: Tensor | None = None  # (16, K and room): (B W)^T
+    squares: Tensor | None = None  # (tiles, 2) float64: parts of ||B||_F^2 and ||B W||_F^2
+    scaled: Tensor | None = None  # (K, N) float16: a float32 B times `scale`
+    scale: Tensor | None = None  # (1,) float32, a power of two
+
+    @property
+    def is_for_products(self) -> bool:
+        """Whether all is there that a product of 16-bit floats needs of B; see ``residual.cuda.sixteen_bit``."""
+        return self.squares is not None
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -64,7 +75,7 @@ class PreparedOperand:
     passes : Mapping
         Passes over B on a GPU by digits per element; see ``residual.cuda.passes``.
     transposed : TransposedProbes, optional
-        Of products whose plan is searched for on a GPU; see ``residual.cuda.check``.
+        Of products on a GPU in 16 bits or whose plan is searched for; see ``residual.cuda``.
 
     Examples
     --------

@@ -261,7 +261,7 @@ def test_float32_and_two_digit_rungs_are_served(monkeypatch: pytest.MonkeyPatch)
     assert not passes.rungs_to_pick(OnGpu(random(M, K, 1).half()), B, Options(tol=1e-2))  # type: ignore[arg-type]
     assert not passes.rungs_to_pick(A, OnGpu(torch.empty(K, 70000)), Options(tol=1e-2))  # type: ignore[arg-type]
     assert passes.planes_of((Rung("full", 8), Rung("three_digit", 8), Rung("fp32"))) == 3
-    passes._rungs.cache_clear()
+    passes.rungs_for_shapes.cache_clear()
 
 
 def test_a_prepared_operand_counts_its_passes(host: None) -> None:

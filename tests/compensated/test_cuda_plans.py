@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from cute_kernels.estimate.probes import Comparison
 from residual.cuda import flow
-from residual.cuda.check import FAR_SCALES, Check, estimate_of
+from residual.cuda.check import FAR_SCALES, Check, estimate_of, rounding_of_double
 from residual.cuda.cost_model import H200 as PRICES
 from residual.cuda.cost_model import Costs, Sizes, cost
 from residual.cuda.operand import FAR, gpu_operand, hot_columns
@@ -31,7 +33,7 @@ from residual.cuda.search import (
 )
 from residual.operand.prepared import prepare_for
 from residual.options import Options
-from residual.planning.ladder import MODES
+from residual.planning.ladder import MODES, Rung
 from tests.compensated.random_products import KINDS, true_error
 from tests.compensated.test_matmul import normal
 
@@ -287,29 +289,89 @@ def test_a_prepared_operand_brings_its_probes_and_its_seed() -> None:
     assert flow._Call(Options(tol=0.1, seed=3), gpu_operand(A), gpu_operand(B.mT), held).seed == 7
 
 
-def test_which_products_of_16_bit_floats_take_the_short_way(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> Callable[..., bool]:
+    """Whether the product of 16-bit floats is the first plan of an H200 for rows of A and columns of B."""
     sixteen_bit = pytest.importorskip("residual.cuda.sixteen_bit")
     monkeypatch.setattr(sixteen_bit, "num_sms", lambda index: 132)
-    gpu, half = torch.device("cuda", 0), torch.float16
+    monkeypatch.setattr(sixteen_bit, "_arch", lambda device: "sm_90a")
+    monkeypatch.setattr(sixteen_bit, "rungs_for_shapes", lambda *arguments: (Rung("full", 8),))
 
-    def served(m: int, k: int, n: int, dtype: torch.dtype = half, prepared: bool = False, **options: Any) -> bool:
+    def found(
+        m: int,
+        k: int,
+        n: int,
+        dtype: torch.dtype = torch.float16,
+        other: Any = None,
+        prepared: bool = False,
+        **more: Any,
+    ) -> bool:
         a, b = torch.Size((m, k)), torch.Size((k, n))
-        chosen = Options(**{"tol": 1e-3, **options})
-        return bool(sixteen_bit._serves(chosen, half, dtype, a, (k, 1), b, (1, k), gpu, prepared))
+        options = Options(**{"tol": 1e-3, **more})
+        return bool(sixteen_bit._serves(dtype, other or dtype, a, (k, 1), b, (1, k), 0, 0, options, prepared))
 
+    return found
+
+
+def test_which_products_of_16_bit_floats_are_multiplied_as_they_are(
+    served: Callable[..., bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert served(512, 512, 512) and served(1, 4096, 1) and served(16384, 16384, 16384)
     assert served(512, 512, 512, out_dtype=torch.bfloat16) and served(512, 512, 512, on_failure="fallback")
     for other in (torch.float32, torch.bfloat16):
-        assert not served(512, 512, 512, dtype=other)
+        assert not served(512, 512, 512, other=other)
     for options in ({"tol": None}, {"tol": 5e-5}, {"mode": "direct"}, {"rungs": ("fp32",)}, {"flow": "measured"},
                     {"out_dtype": torch.float64}, {"seed": None}):  # fmt: skip
         assert not served(512, 512, 512, **options)
     assert served(512, 512, 512, seed=None, prepared=True)
     assert not served(16, 16384, 512)  # one CTA would read 16384 columns
     assert not served(64, 512, 16384) and served(64, 512, 16384, prepared=True)
-    assert not sixteen_bit._serves(
-        Options(tol=1e-3), half, half, torch.Size((8, 8)), (16, 2), torch.Size((8, 8)), (8, 1), gpu, False
-    )
+    monkeypatch.setattr("residual.cuda.sixteen_bit._arch", lambda device: "sm_80")
+    assert not served(512, 512, 512)
+
+
+def test_which_float32_products_are_multiplied_in_float16(
+    served: Callable[..., bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    single = torch.float32
+    assert served(2048, 2048, 2048, single) and served(256, 4096, 4096, single)
+    assert served(4096, 4096, 4096, single, prepared=True) and not served(2048, 2048, 2048, single, prepared=True)
+    assert not served(1024, 1024, 1024, single)  # the host takes longer
+    assert not served(2048, 2044, 2048, single)  # not whole loads
+    for options in ({"tol": 5e-4}, {"tol": 3e-3}, {"mode": "full"}, {"out_dtype": torch.float16}, {"seed": None}):
+        assert not served(2048, 2048, 2048, single, **options)
+    monkeypatch.setattr("residual.cuda.sixteen_bit.rungs_for_shapes", lambda *arguments: ())
+    assert not served(2048, 2048, 2048, single)  # nothing to go on with
+
+
+def rounded_probes(A: Tensor, B: Tensor, C: Tensor, W: Tensor) -> tuple[np.ndarray, float]:
+    """Return what probes with vectors in float32 and sums in float64 show, and the bound of its rounding."""
+    y = (B.double() @ W.double()).float()  # (K, 16)
+    z = (A.double() @ y.double()).float()  # (M, 16)
+    Y = z.double() - C.double() @ W.double()
+    squares = (float(x.double().square().sum()) for x in (A, B, y, z, C, Y))
+    return Y.numpy(), rounding_of_double((*A.shape, B.shape[1]), float(W.double().norm()), *squares)
+
+
+@pytest.mark.parametrize("kind", ["normal", "cancelling", "absorbed", "tiny"])
+def test_what_float64_probes_round_is_bounded(kind: str) -> None:
+    largest = 0.0
+    for seed in range(40):
+        A, B, W = normal(20, 60, seed=seed), normal(60, 30, seed=seed + 1), normal(30, 16, seed=seed + 2)
+        if kind == "cancelling":
+            A, B = torch.cat([A, A], 1), torch.cat([B, 1e-4 * normal(60, 30, seed=7) - B], 0)
+        elif kind == "absorbed":
+            A[:, 0], A[:, -1], B[-1] = 2.0**30, -(2.0**30), B[0]
+        elif kind == "tiny":
+            A, B = A * 2.0**-70, B * 2.0**-76
+        C = A.bfloat16().float() @ B.bfloat16().float()
+        Y, bound = rounded_probes(A, B, C, W)
+        a, b, c, w = (x.double().numpy().astype(np.longdouble) for x in (A, B, C, W))
+        exact = (a @ b - c) @ w
+        difference = float(np.sqrt(np.square(Y.astype(np.longdouble) - exact).sum()))
+        assert difference <= bound
+        largest = max(largest, difference / bound)
+    assert largest > (0.0 if kind == "absorbed" else 0.005)  # of bounds by norms, which random signs do not reach
 
 
 def test_an_implausible_norm_is_not_believed() -> None:

@@ -33,6 +33,7 @@ from cute_kernels.spmm.heuristics import SpmmKernel
 from magicube_cutlass.nn.dense.encode import encoded
 from magicube_cutlass.quantization.float_tensor import quantize_floats
 from residual.matmul import matmul
+from tests.gpu.kernels import test_gpu_probe_squares as probe_squares
 from tests.gpu.kernels.test_gpu_floats import LINES, exact, operand, run
 from tests.gpu.problems import (
     HERE,
@@ -52,9 +53,7 @@ from tests.gpu.problems import (
 from tests.gpu.sparse.test_gpu_fused_attention import CONFIGS, Case, Config, summing
 from tests.gpu.sparse.test_gpu_tile_attention import Case as TileCase
 from tests.helpers import SCALES
-from tests.kernels.few_rows.model import dense as dense_of_weight
-from tests.kernels.few_rows.model import int8_limit, int8_product
-from tests.kernels.few_rows.model import sample as few_rows_sample
+from tests.kernels.few_rows import model as few_rows_model
 
 pytestmark = pytest.mark.gpu
 
@@ -247,15 +246,18 @@ def test_probes_and_comparison(shape: tuple[int, int]) -> None:
     torch.manual_seed(1)
     x, (m, n) = torch.randn(shape, device="cuda"), shape
     w, product = (torch.randn(probes.PROBES, probes.padded(count), device="cuda") for count in (n, m))
-    for lines in ("rows", "columns"):
-        y, tops, halves = probes.probe_with_float16(x, w, lines)
-        assert torch.equal(tops, x.abs().amax(1 if lines == "rows" else 0)) and torch.equal(halves, x.half())
+    (_, of_rows), (y, of_columns) = (probes.probe_with_absmax(x, w, lines) for lines in ("rows", "columns"))
+    assert torch.equal(of_rows, x.abs().amax(1)) and torch.equal(of_columns, x.abs().amax(0))
     assert probes.compare(x, w, y).product == pytest.approx(float(y.double().square().sum()), rel=1e-5)
     assert not np.isnan(probes.compare(x, w, product).gram).any()
-    for left in (x.half(), x.half().mT.contiguous().mT):
-        y, squares = torch.empty_like(product), torch.empty(y.shape[1] // 32, 2, dtype=torch.float64, device="cuda")
-        probes.launch_probe_squares(left, w, y, squares)
-        assert torch.allclose(squares.sum(0), torch.stack([z.double().square().sum() for z in (left, y)]), rtol=1e-6)
+
+
+@needs_warp_groups
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_probes_and_comparison_in_float64(dtype: torch.dtype) -> None:
+    for shape, turned in (((44, 68), False), ((700, 256), True)):
+        probe_squares.check_pass(shape, dtype, turned)
+        probe_squares.check_comparison(shape, dtype, (0, -9 if dtype == torch.float32 else 0))
 
 
 @needs_warp_groups
@@ -277,24 +279,24 @@ def test_errors_of_two_rungs_before_their_products(layout: str, tol: float) -> N
 @pytest.mark.parametrize("name", ["int4_g128", "mxfp4", "nvfp4"])
 def test_few_rows_and_their_decoded_weight(name: str) -> None:
     n, k = (64, 256) if WHOLE else (77, 264)
-    made = few_rows_sample(name, n, k, "bfloat16", 0, "cuda")
+    made = few_rows_model.sample(name, n, k, "bfloat16", 0, "cuda")
     x = torch.randn(5, k, device="cuda", dtype=torch.bfloat16)
     got = few_rows_product(x, made.weight)
     assert torch.equal(got, few_rows_product(x, made.weight))
     exact = x.double() @ made.truth.t()
     assert float((got.double() - exact).norm() / exact.norm()) < 0.02
     decoded = decode_weight(made.weight).contiguous()
-    assert torch.equal(decoded.view(torch.int16), dense_of_weight(made.weight).view(torch.int16))
+    assert torch.equal(decoded.view(torch.int16), few_rows_model.dense(made.weight).view(torch.int16))
 
 
 @needs_warp_groups
 def test_few_rows_of_int8() -> None:
     n, k = (64, 256) if WHOLE else (77, 264)
-    weight = few_rows_sample("int4_g128", n, k, "int8", 0, "cuda").weight
+    weight = few_rows_model.sample("int4_g128", n, k, "int8", 0, "cuda").weight
     x = torch.randint(-128, 128, (5, -(-k // 16) * 16), device="cuda", dtype=torch.int8)[:, :k]
     got = few_rows_int8_product(x, weight, out_dtype=torch.float32)
-    exact = int8_product(x, weight, None, None)
-    assert bool(((got.double() - exact).abs() <= int8_limit(x, weight, None, None, torch.float32)).all())
+    exact = few_rows_model.int8_product(x, weight, None, None)
+    assert bool(((got.double() - exact).abs() <= few_rows_model.int8_limit(x, weight, None, None, torch.float32)).all())
 
 
 @needs_warp_groups

@@ -28,7 +28,7 @@ from cute_kernels.convert.pack import PackConfig
 from cute_kernels.convert.quantize import QuantizeConfig
 from cute_kernels.double_sums import row_sums
 from cute_kernels.estimate import statistics
-from cute_kernels.estimate.config import SQUARES, ProbeConfig
+from cute_kernels.estimate.config import ProbeConfig, double_configs
 from cute_kernels.estimate.look import LookConfig
 from cute_kernels.estimate.verdict import VerdictConfig
 from cute_kernels.few_rows.decode import DecodeConfig
@@ -332,17 +332,17 @@ def _statistics(arch: str) -> Iterator[Entry]:
 
 def _probes(arch: str) -> Iterator[Entry]:
     """Random probes, their comparison, and probes of what digits leave out."""
-    for transposed, x, amax, groups, narrowed in (
-        (False, "float32", "", 1, False), (False, "float16", "rows", 1, False),
-        (False, "float32", "rows", 2, True), (False, "float32", "columns", 1, True),
-        (True, "float32", "rows", 2, False), (True, "bfloat16", "", 1, False),
+    for transposed, x, amax, groups in (
+        (False, "float32", "", 1), (False, "float16", "rows", 1), (True, "float32", "rows", 2), (True, "bfloat16", "", 1),
     ):  # fmt: skip
-        tags = f"{f' amax of {amax}' if amax else ''}{' to float16' if narrowed else ''}"
-        config = ProbeConfig("probe_transposed" if transposed else "probe", x, amax, groups, emit_float16=narrowed)
-        yield f"probe/{'transposed ' if transposed else ''}{x} groups={groups}{tags}", config
-    compared = (("compare_rows", "float32", 1), ("compare_rows", "float16", 2), ("sum_comparison", "float32", 1))
-    for kernel, x, groups in (*compared, *((kernel, "float16", 1) for kernel in SQUARES)):
+        config = ProbeConfig("probe_transposed" if transposed else "probe", x, amax, groups)
+        key = f"probe/{'transposed ' if transposed else ''}{x} groups={groups}"
+        yield f"{key}{f' amax of {amax}' if amax else ''}", config
+    compared = ("compare_rows", "float32", 1), ("compare_rows", "float16", 2), ("sum_comparison", "float32", 1)
+    for kernel, x, groups in compared:
         yield f"probe/{kernel.removesuffix('_rows')} {x} groups={groups}", ProbeConfig(kernel, x, groups=groups)
+    for config in double_configs() if arch == "sm_90a" else ():
+        yield f"probe/{config.name}", config
 
 
 def _look(arch: str) -> Iterator[Entry]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 from contextlib import suppress
 from itertools import product
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -17,9 +18,10 @@ import residual
 from cute_kernels.convert import digits as gemm_digits
 from cute_kernels.convert import quantize
 from cute_kernels.double_sums import row_sums
-from cute_kernels.estimate import look, probes, statistics, verdict
+from cute_kernels.estimate import look, probe_squares, probes, statistics, verdict
 from cute_kernels.gemm import cuda as gemm_cuda
 from magicube_cutlass.ops import torch_ops as library
+from residual.cuda import sixteen_bit
 from tests.helpers import SCALES
 from tests.kernels.launch_cases_sparse import reals
 from tests.kernels.launch_fakes import array
@@ -105,8 +107,15 @@ def checks(recorder: Recorder) -> None:
             recorder.call(key + again, lambda: probes.probe(x, w), x=x, w=w)
         for lines in ("rows", "columns"):
             recorder.call(f"{key}, {lines}", lambda: probes.probe_with_absmax(x, w, lines), x=x, w=w)
-        if dtype == torch.float32 and n % 4 == 0 and not flip:
-            recorder.call(f"{key}, halves", lambda: probes.probe_with_float16(x, w, "rows"), x=x, w=w)
+        y, copy, scale = vectors(m), torch.empty_like(x, dtype=torch.float16), reals(1)
+        copies = (copy, scale) if dtype == torch.float32 else ()
+
+        def squares() -> None:
+            tiles = probe_squares.probe_tiles(m, x.dtype, x.device.index)
+            probe_squares.launch_probe_squares(x, w, y, torch.zeros(tiles, 2, dtype=torch.float64), *copies)
+
+        if dtype != torch.float32 or n % 4 == 0:
+            recorder.call(f"{key}, squares", squares, x=x, w=w, y=y, copy=copy, scale=scale)
         if flip:
             continue
         p, scales = vectors(m), tuple(reals(size) for size in (m, n))
@@ -218,6 +227,15 @@ def checked(recorder: Recorder) -> None:
         for right, call in product((b, held), range(2)):
             key = f"matmul of float16 {m}x{k}x{n} with tol{'' if right is b else ', prepared'}, call {call}"
             recorder.call(key, lambda: residual.matmul(a, right, tol=0.1), answers=met, A=a, B=b)
+    with patch.object(sixteen_bit, "_LEAST_MULTIPLICATIONS", dict.fromkeys((False, True), 0)):
+        for (m, k, n), flip in product(((320, 256, 272), (1000, 72, 136)), (False, True)):
+            a, b = reals(m, k), reals(k, n, seed=1)
+            a, b = (turned(a), turned(b)) if flip else (a, b)
+            tags = f"{m}x{k}x{n}{', turned' if flip else ''}"
+            held = recorder.call(f"prepare {tags} for float16", lambda: residual.prepare(b, tol=1e-3), B=b)
+            for right, call in product((b, held), range(2)):
+                key = f"matmul in float16 {tags} with tol{'' if right is b else ', prepared'}, call {call}"
+                recorder.call(key, lambda: residual.matmul(a, right, tol=1e-3), answers=met, A=a, B=b)
     a, b = reals(320, 256), reals(256, 280, seed=1)
 
     def refused(mode: str) -> None:

@@ -34,7 +34,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from cute_kernels.jit import compiler, kernel
-from residual.cuda import passes
+from residual.cuda import passes, sixteen_bit
 from tests.kernels import launch_fakes
 from tests.kernels.launch_fakes import ANSWERS, MACHINES, Answer, FakeCode, FakeDriver, Launch, Machine, Map, array
 
@@ -80,8 +80,10 @@ class Recorder:
     def on(self, arch: str) -> Iterator[None]:
         """Calls are those of a GPU of this arch."""
         before, self.arch = self.arch, arch
+        sixteen_bit._threads.records.clear()  # of another arch
         yield
         self.arch = before
+        sixteen_bit._threads.records.clear()
 
     def call(
         self, key: str, function: Callable[[], Any], *, answers: Mapping[str, Answer] | None = None,

@@ -35,6 +35,8 @@ ONLY_ON = {
     "attention_tiles": {"sm_90a"},
     "probe_box": {"sm_90a", "sm_100a"},
     "gemm_wgmma": {"sm_90a"},
+    "probe_squares": {"sm_90a"},
+    "compare_double": {"sm_90a"},
     "gemm_floats_wgmma": {"sm_90a"},
     "gemm_floats_few": {"sm_90a"},
     "gemm_floats_few_blocks": {"sm_90a"},

@@ -42,26 +42,6 @@ def test_products_are_those_of_float64(shape: tuple[int, int], gap: int, dtype: 
     assert bool(((again[:, :m] - exact).abs() <= (n / 32 + 16) * 2.0**-24 * size).all())
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("turned", [False, True])
-def test_products_with_sums_of_squares(shape: tuple[int, int], turned: bool, dtype: torch.dtype) -> None:
-    m, n = shape
-    x, w = torch.randn(m, n, generator=torch.Generator().manual_seed(m)).to(dtype).cuda(), vectors(n)
-    x = x.mT.contiguous().mT if turned else x
-    y = torch.full((probes.PROBES, probes.padded(m)), math.nan, device="cuda")
-    squares = torch.full((y.shape[1] // probes.TILE, 2), math.nan, dtype=torch.float64).pin_memory()
-    probes.launch_probe_squares(x, w, y, squares)
-    torch.cuda.synchronize()
-    exact = w[:, :n].double() @ x.double().mT  # (16, M)
-    size = w[:, :n].double().abs() @ x.double().abs().mT  # (16, M)
-    assert bool(((y[:, :m] - exact).abs() <= (n / 32 + 16) * 2.0**-24 * size).all()) and not y[:, m:].any()
-    tiles = torch.nn.functional.pad(x.double(), (0, 0, 0, -m % probes.TILE)).unflatten(0, (-1, probes.TILE))
-    of_y = y.double().square().unflatten(1, (-1, probes.TILE)).sum((0, 2))
-    wanted = torch.stack((tiles.square().sum((1, 2)), of_y), 1).cpu()
-    assert torch.allclose(squares, wanted, rtol=1e-6)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_comparison_gives_the_sums_of_float64(shape: tuple[int, int], dtype: torch.dtype) -> None:
@@ -94,26 +74,3 @@ def test_what_is_not_finite_is_not_lost() -> None:
     c[39, 63] = math.nan
     found = probes.compare(c, w, product)
     assert math.isnan(found.result) and bool(np.isnan(found.gram).all())
-
-
-@pytest.mark.parametrize("lines", ["rows", "columns"])
-@pytest.mark.parametrize("shape", [(1, 4), (33, 68), (256, 4096), (1000, 1004), (5000, 132), (4300, 516)])
-@pytest.mark.parametrize("gap", [0, 4])
-def test_a_pass_also_writes_float16(shape: tuple[int, int], gap: int, lines: str) -> None:
-    m, n = shape
-    whole = torch.randn(m, n + gap, generator=torch.Generator().manual_seed(m)).cuda()
-    x, w = whole[:, :n], vectors(n)
-    x[m // 2, n // 3] = 1e5  # beyond float16
-    assert probes.can_emit_float16(x)
-    y, tops, halves = probes.probe_with_float16(x, w, lines)
-    assert torch.equal(halves, x.half()) and halves.isinf().any()
-    plain = probes.probe_with_absmax(x, w, lines)
-    assert torch.equal(y, plain[0]) and torch.equal(tops, plain[1])
-
-
-def test_float16_needs_rows_of_whole_vector_loads() -> None:
-    x = torch.randn(64, 68).cuda()
-    assert probes.can_emit_float16(x)
-    assert not any(
-        probes.can_emit_float16(y) for y in (x[:, :66], x[:, 1:65], x.mT, x.half(), torch.randn(64, 66).cuda())
-    )
