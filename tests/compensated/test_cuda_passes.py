@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
@@ -18,13 +19,15 @@ from cute_kernels.estimate import look, verdict
 from cute_kernels.gemm import cuda as gemm_cuda
 from residual.cuda import passes
 from residual.cuda.verdict_words import Words, WordsPool
+from residual.error.estimate import ErrorEstimate
+from residual.error.factor import confidence
 from residual.error.probes import draw
 from residual.execute import run
 from residual.matmul import Pending
 from residual.operand.prepared import prepare_for
 from residual.options import Options
 from residual.planning.ladder import Machine, Rung
-from residual.report import EMPTY, ToleranceError
+from residual.report import EMPTY, Attempt, ToleranceError
 from tests.kernels.estimate.cta_host import HostKernels, has_compiler
 
 HEADERS = (
@@ -199,6 +202,23 @@ def test_a_call_whose_rungs_miss_goes_on_with_the_next_one(host: None, monkeypat
     assert [attempt.plan for attempt in report.attempts] == ["int8 direct", "int8 full", "fp32"]
     assert report.plan == "fp32" and report.attempts[1].upper > 3e-3
     monkeypatch.undo()
+
+
+def test_attempts_before_digits_are_reported_and_take_their_share(host: None) -> None:
+    A, B, options = random(M, K, 1), random(K, N, 2), Options(tol=3e-3)
+    missed = (Attempt("fp16", 4e-3, 5e-3), ErrorEstimate(4e-3, 5e-3, confidence(0)))
+    plain, behind = start(A, B, options).outcome(), start(A, B, options, None, (missed,)).outcome()
+    assert plain.product is not None and behind.product is not None and torch.equal(plain.product, behind.product)
+    assert behind.report.attempts[0] is missed[0]
+    for one, other in zip(plain.report.attempts, behind.report.attempts[1:], strict=True):
+        assert one.plan == other.plan and one.estimated == other.estimated
+        assert 1.1 * one.upper < other.upper  # its bound fails a tenth as often
+    A[:, 0], B[0] = 1e6, 0.0
+    goes_on = partial(run._go_on, before=1)
+    begun = run.Begun(start(A, B, options, None, (missed,)), A, B, options, True, goes_on)
+    product, report, failure = begun.outcome()
+    assert failure is None and relative(product, A, B) <= report.upper <= 3e-3
+    assert [attempt.plan for attempt in report.attempts] == ["fp16", "int8 direct", "int8 full", "fp32"]
 
 
 def test_the_last_rung_of_the_callers_makes_the_product_of_a_failure(host: None) -> None:
