@@ -1,7 +1,7 @@
 // Error estimate of C = A B from probes W: the Gram matrix of the differences P - C W, P = A B W, and norms.
 //
-// sm_80 and later, but for compare_double. Work: persistent CTAs of 16 warps take tiles of rows; a last kernel adds the partial sums of all CTAs in a
-// fixed order. Pipeline: that of estimate/probes.cuh. Source: docs/lab/residual.md.
+// sm_80 and later, compare_double sm_90 and later. Work: persistent CTAs of 16 warps take tiles of rows; a last kernel adds the
+// partial sums of all CTAs in a fixed order. Pipeline: that of estimate/probes.cuh. Source: docs/lab/residual.md.
 #pragma once
 
 #include "estimate/probes.cuh"
@@ -110,8 +110,7 @@ compare_rows(const typename C::Source* x, int64_t pitch, int64_t rows, int64_t c
 template <class C>
 __global__ void __launch_bounds__(kProbeThreads)
 compare_double(typename C::Source* x, int64_t pitch, int64_t rows, int64_t columns, int64_t vector, const float* w, int64_t w_pitch,
-               const float* product, int64_t y_pitch, const float* scale_a, const float* scale_b,
-               double* out) {
+               const float* product, int64_t y_pitch, const float* scale_a, const float* scale_b, double* out) {
   pdl_wait();
   using Source = typename C::Source;
   using Runs = ProbeRuns<Source, false>;

@@ -1,9 +1,10 @@
 // Y = X W for 16 probe vectors W, in one pass over a matrix that can also emit the absmax of its rows or columns, or sums of squares.
 //
-// sm_80 and later, but for probe_squares; memory-bound. W is stored probe by probe, (16, pitch), and so is Y: it can be the next W. Both are padded with
-// zeros to a multiple of 32 rows. Work: a warp takes 16 columns of 32 rows of X at a time, as Y^T = W^T X^T on Tensor Cores.
-// A float32 is the sum of two tf32 numbers; of the four products of such pairs the smallest is dropped. Tensor Cores truncate
-// sums, so each accumulator is short, and long sums are float32 additions. Pipeline: kStages stages per lane, filled by cp.async.
+// sm_80 and later, probe_squares sm_90 and later; memory-bound. W is stored probe by probe, (16, pitch), and so is Y: it can be the
+// next W. Both are padded with zeros to a multiple of 32 rows. Work: a warp takes 16 columns of 32 rows of X at a time, as
+// Y^T = W^T X^T on Tensor Cores, of float64 in probe_squares. Elsewhere a float32 is the sum of two tf32 numbers; of the four products
+// of such pairs the smallest is dropped. Tensor Cores truncate float32 sums, so each accumulator is short, and long sums are float32
+// additions. Pipeline: kStages stages per lane, filled by cp.async.
 //
 // Lane (g, t) = (lane / 4, lane % 4) loads four runs of four neighbors. The order of the columns of X in an mma is free if W
 // has the same, so index 4 t + i of the sum is column i of a lane's run, and loads are as wide as possible. For a row-major
