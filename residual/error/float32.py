@@ -127,3 +127,27 @@ def bounded_product(A: Tensor, B: Tensor, tol: float, seed: int | None) -> tuple
     probes = _few(n, None) if seed is None else _few_of_seed(n, seed)
     found = bound_sums(A, B, probes.vectors, found and found[0])
     return found and (found[0], probe_bound(found[1], k, probes) <= tol)
+
+
+def relative_difference(x: Tensor, y: Tensor) -> float:
+    """Return a bound of ``||x - y||_F / ||x||_F``, near it where entries are far above 1e-19.
+
+    NaN for zeros, inf and NaN, and where a sum leaves the range of float32.
+
+    Parameters
+    ----------
+    x, y : Tensor, shape (M, N)
+        float32, and what it was rounded to. Rows are summed in float32, in any order.
+
+    Examples
+    --------
+    >>> x = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    >>> 0.3651 < relative_difference(x, x - 1) < 0.3652
+    True
+    """
+    of_rows = (torch.linalg.vector_norm(each, dim=1).double() for each in (x, x - y))  # (M,) each
+    size, rest = (float(torch.linalg.vector_norm(each)) for each in of_rows)
+    slack, lost = x.shape[1] * 2.0**-23, math.sqrt(x.numel()) * 2.0**-62  # squares below the range of float32
+    if not (0 < size < math.inf and slack < 1):
+        return math.nan
+    return (rest * (1 + slack) + lost) / (size * (1 - slack))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -14,22 +15,23 @@ from cute_kernels.cpu.direct import DirectProduct, DirectRight, direct
 from cute_kernels.cpu.estimate import bound_sums
 from residual.error.estimate import ErrorEstimate, by_power, from_sums
 from residual.error.factor import CONFIDENCE, confidence
-from residual.error.float32 import is_provable, norm_bound
+from residual.error.float32 import is_provable, norm_bound, relative_difference
 from residual.error.look import look
 from residual.error.probes import PROBES, ProbeSums, is_zero, judge, noise
 from residual.execute.products import execute, rounding, rounds_levels
 from residual.operand.ieee import float_product, is_ieee
 from residual.operand.nonfinite import fill
-from residual.operand.operand import Operand, operand
+from residual.operand.operand import FLOATS, Operand, operand
 from residual.operand.prepared import Form, PreparedOperand, prepare_for
 from residual.options import Options
 from residual.planning.ladder import Rung
-from residual.report import EMPTY, Missed, Report, attempt_of, tolerance_error
+from residual.report import EMPTY, Missed, Report, attempt_of, rounding_of, tolerance_error
 
 if TYPE_CHECKING:
     from residual.cuda import passes, sixteen_bit
 
 
+_ROUNDINGS = 1.5  # of an output to 16 bits on average, that a tolerance leaves room for
 _SAMPLE = 16  # rows whose error by one digit is measured before that of all
 _LEAST_SAMPLED = 2**27  # multiplications, 1 ms of one core: a sample takes 30 us
 _FAR = 2.0  # times the tolerance: rows differ, and a sample is no bound
@@ -170,12 +172,43 @@ def compute_from(
     weight = B.weight if isinstance(B, PreparedOperand) else B
     with torch.no_grad():
         rungs, out_dtype = options.rungs_for(A, weight), options.result_dtype(A, weight)
+        found = _by_float32(A, B, options, out_dtype, measured)
+        if found is not None:
+            return found
         if options.tol is None and not measured:
             return Outcome(_unchecked(A, B, rungs[0], out_dtype), EMPTY, None)
         tried = tried[: len(rungs) - 1]  # the last rung makes the product of a failure
         right = B if isinstance(B, PreparedOperand) else prepare_for(weight, options.seed, rungs[len(tried) :][:1])
         enough = 0.0 if measured else options.tol or 0.0
         return _climb(_Call(A, right, options, out_dtype, enough), rungs, single, tried, before)
+
+
+def _by_float32(
+    A: Tensor, B: Tensor | PreparedOperand, options: Options, out_dtype: torch.dtype, measured: bool
+) -> Outcome | None:
+    """Return the product of 16-bit floats on a CPU by their float32 copies, which are exact.
+
+    The rounding of a 16-bit output C' of the float32 product C is measured: ``||AB - C'|| <= ||AB - C|| + ||C - C'||``.
+    None for operands that are float32 already, or of other dtypes, and where the rounding misses the tolerance.
+    """
+    is_prepared = isinstance(B, PreparedOperand)
+    dtypes = {A.dtype, B.weight.dtype if isinstance(B, PreparedOperand) else B.dtype, out_dtype}
+    is_single = A.dtype == out_dtype == torch.float32 and (is_prepared or len(dtypes) == 1)
+    tol = (options.tol or 0.0) - _ROUNDINGS * rounding_of(out_dtype)
+    if not A.is_cpu or is_single or not dtypes <= set(FLOATS) or tol <= 0:
+        return None
+    right = B if isinstance(B, PreparedOperand) else B.float()
+    found = compute_from(A.float(), right, options._replace(tol=tol, out_dtype=torch.float32), measured)
+    if out_dtype == torch.float32:
+        return found
+    product = found.product.to(out_dtype)
+    rounded, report = relative_difference(found.product, product), found.report
+    upper, error = report.upper + (1 + report.upper) * rounded, math.hypot(report.estimated_error, rounded)
+    if found.failure is not None or not upper <= (options.tol or 0.0):
+        return None
+    last = replace(report.attempts[-1], estimated=error, upper=upper)
+    attempts = (*report.attempts[:-1], last)
+    return Outcome(product, replace(report, estimated_error=error, upper=upper, attempts=attempts), None)
 
 
 class _Call(NamedTuple):
@@ -285,20 +318,22 @@ def direct_estimate(made: DirectProduct, sure: float, enough: float) -> ErrorEst
 def _single(call: _Call, product: Tensor | None, sure: float, tol: float) -> _Found | None:
     """Return the float32 product of A as it is; None if its bound misses, perhaps by slices far from one."""
     A, right, columns = call.A, call.right, call.right.columns
-    plain = columns.exponent is None and columns.nonfinite is None and columns.given.dtype == torch.float32
-    if not plain or not call.is_single:
+    if columns.exponent is not None or columns.nonfinite is not None or not call.is_single:
         return None
+    if columns.given.dtype not in FLOATS:
+        return None
+    B = right.weight.float()  # exact
     if product is None and call.enough and is_provable(A.shape[1], tol) and is_ieee(A):
-        made = bound_sums(A, right.weight)
+        made = bound_sums(A, B)
         if made is not None:
             product, norms = made
             bound = norm_bound(norms, A.shape[0], A.shape[1], product.shape[1])
             if bound <= tol:
                 return _Found(product, ErrorEstimate(bound, bound, 1.0))
     if product is None:
-        product = float_product(A, columns.given.mT)  # (M, N)
+        product = float_product(A, B)  # (M, N)
     sums = judge(A, right.vectors, right.bound, product, *right.probes)
-    estimate = from_sums(sums, noise(sums, A, right.weight), sure, enough=call.enough)
+    estimate = from_sums(sums, noise(sums, A, B), sure, enough=call.enough)
     return _Found(product, estimate) if estimate.accepts(tol) else None
 
 

@@ -16,7 +16,8 @@ FAR = 30  # a slice whose magnitude is beyond 2**FAR or below 2**-FAR is brought
 _HOT = 16.0  # a column of k is an outlier if its mean square is this many times the median one
 _MOST_HOT = 16  # at most one column in so many is an outlier
 _HALVES = (torch.float16, torch.bfloat16)
-_DTYPES = (torch.float32, *_HALVES, torch.float64)
+FLOATS = (torch.float32, *_HALVES)  # that float32 holds
+_DTYPES = (*FLOATS, torch.float64)
 _SMALL_INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.bool)
 
 

@@ -15,7 +15,7 @@ from cute_kernels.cpu import engine
 from cute_kernels.cpu.direct import MAX_K, DirectRight, prepare_direct
 from residual.error.look import RightLook, look_right
 from residual.error.probes import Probes, draw, probe_right
-from residual.operand.operand import Digits, Operand, check_operand, operand
+from residual.operand.operand import FLOATS, Digits, Operand, check_operand, operand
 from residual.planning.ladder import Rung
 
 DIRECT = Rung("direct", 8)  # the rung that the CPU engine computes and measures in one call
@@ -166,9 +166,9 @@ def _looked(columns: Operand, rung: Rung, probes: Probes) -> Form:
 def form_of(columns: Operand, rung: Rung, probes: Probes) -> Form:
     """Return the form of a rung."""
     near = columns.exponent is None and columns.nonfinite is None
-    single = columns.given.dtype == torch.float32 and columns.given.device.type == "cpu"
+    single = columns.given.dtype in FLOATS and columns.given.device.type == "cpu"
     if rung == DIRECT and near and single and columns.given.shape[1] <= MAX_K and engine.available():
-        return Form(direct=prepare_direct(columns.given.mT, *probes))
+        return Form(direct=prepare_direct(columns.given.mT.float(), *probes))
     return _looked(columns, rung, probes) if rung.can_look else Form(columns.digits(rung))
 
 
