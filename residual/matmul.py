@@ -176,8 +176,7 @@ def prepare_by(W: Tensor, options: Options) -> PreparedOperand:
     from residual.cuda.sixteen_bit import prepare_right
 
     passes = passes_for(found.weight, found.probes, rungs)
-    drawn = transpose_probes(found.probes)
-    transposed = prepare_right(found.weight, drawn, options)
+    transposed = prepare_right(found.weight, found.probes, options)
     if transposed is None and not passes:
         transposed = transpose_probes(found.probes, found.vectors)
     return replace(found, passes=passes, transposed=transposed)

@@ -81,8 +81,9 @@ class ProbeConfig(KernelConfig):
 
     @property
     def kernel_header(self) -> str:
-        compares = self.kernel in ("compare_rows", "compare_double", "sum_comparison")
-        return "estimate/probe_compare.cuh" if compares else "estimate/probes.cuh"
+        if self.double:
+            return "estimate/probe_squares.cuh"
+        return f"estimate/{'probes' if self.kernel.startswith('probe') else 'probe_compare'}.cuh"
 
     @property
     def kernel_entry(self) -> str:

@@ -1,7 +1,7 @@
 // Error estimate of C = A B from probes W: the Gram matrix of the differences P - C W, P = A B W, and norms.
 //
-// sm_80 and later, compare_double sm_90 and later. Work: persistent CTAs of 16 warps take tiles of rows; a last kernel adds the
-// partial sums of all CTAs in a fixed order. Pipeline: that of estimate/probes.cuh. Source: docs/lab/residual.md.
+// sm_80 and later. Work: persistent CTAs of 16 warps take tiles of rows; a last kernel adds the partial sums of all CTAs in a
+// fixed order. Pipeline: that of estimate/probes.cuh. Source: docs/lab/residual.md.
 #pragma once
 
 #include "estimate/probes.cuh"
@@ -83,21 +83,16 @@ __device__ __forceinline__ void estimate_tiles(int64_t rows, uint8_t* shared, co
   }
 }
 
-// estimate_tiles of P and C W, and ||C||^2. `product` is P (16, y_pitch).
-template <class C>
-__global__ void __launch_bounds__(kProbeThreads)
-compare_rows(const typename C::Source* x, int64_t pitch, int64_t rows, int64_t columns, int64_t vector, const float* w,
-             int64_t w_pitch, const float* product, int64_t y_pitch, const float* row_scales, int64_t row_count,
-             const float* col_scales, int64_t col_count, float least, float most, double* out) {
-  pdl_wait();
-  extern __shared__ __align__(16) uint8_t shared[];
-  const auto& parts = *reinterpret_cast<const ProbeParts<float>*>(shared);
-  const ProbeMatrix<typename C::Source> matrix{x, pitch, rows, columns, vector != 0};
+// estimate_tiles of P and C W, and ||C||^2. `product` is P (16, y_pitch); `see`: of probe_tile.
+template <class C, class See>
+__device__ __forceinline__ void compare_tiles(const ProbeMatrix<typename C::Source>& matrix, const float* w, int64_t w_pitch,
+                                              const float* product, int64_t y_pitch, uint8_t* shared, const float* row_scales,
+                                              int64_t row_count, const float* col_scales, int64_t col_count, float least,
+                                              float most, double* out, const See& see) {
+  const auto& parts = *reinterpret_cast<const ProbeParts<ProbeSum<C>>*>(shared);
   estimate_tiles<C>(
-      rows, shared, row_scales, row_count, col_scales, col_count, least, most, out,
-      [&](int64_t tile) {
-        return probe_tile<C, false, true, Absmax::kNone>(matrix, w, w_pitch, tile, shared, nullptr, SeeNothing{});
-      },
+      matrix.rows, shared, row_scales, row_count, col_scales, col_count, least, most, out,
+      [&](int64_t tile) { return probe_tile<C, false, true, Absmax::kNone>(matrix, w, w_pitch, tile, shared, nullptr, see); },
       [&](int probe, int row, int64_t place) {
         const double claimed = parts.template sum<C::kGroups>(probe, row);
         const double wanted = place < y_pitch ? product[probe * y_pitch + place] : 0.0f;
@@ -105,42 +100,17 @@ compare_rows(const typename C::Source* x, int64_t pitch, int64_t rows, int64_t c
       });
 }
 
-// The same with sums in float64, on sm_90 and later, of a C that is first divided by two scales, powers of two, and written where
-// they are not 1.
+// compare_tiles of C as it is, with scales that are to be counted where they are out of bounds.
 template <class C>
 __global__ void __launch_bounds__(kProbeThreads)
-compare_double(typename C::Source* x, int64_t pitch, int64_t rows, int64_t columns, int64_t vector, const float* w, int64_t w_pitch,
-               const float* product, int64_t y_pitch, const float* scale_a, const float* scale_b, double* out) {
+compare_rows(const typename C::Source* x, int64_t pitch, int64_t rows, int64_t columns, int64_t vector, const float* w,
+             int64_t w_pitch, const float* product, int64_t y_pitch, const float* row_scales, int64_t row_count,
+             const float* col_scales, int64_t col_count, float least, float most, double* out) {
   pdl_wait();
-  using Source = typename C::Source;
-  using Runs = ProbeRuns<Source, false>;
   extern __shared__ __align__(16) uint8_t shared[];
-  const auto& parts = *reinterpret_cast<const ProbeParts<double>*>(shared);
-  const ProbeMatrix<Source> matrix{x, pitch, rows, columns, vector != 0};
-  const double inverse = 1.0 / (double{*scale_a} * *scale_b);
-  const auto unscale = [&](Runs& runs, int at, int64_t own, int present) {
-    if (inverse == 1.0) return;
-    const int place = at + int(threadIdx.x % 4) * kRun;
-    CUTE_UNROLL
-    for (int i = 0; i < kTiles; ++i) {
-      CUTE_UNROLL
-      for (int c = 0; c < kRun; ++c) {
-        if (i >= present || place + c >= columns) continue;
-        const Source value = static_cast<Source>(static_cast<float>(static_cast<float>(runs.entries[i][c]) * inverse));
-        runs.entries[i][c] = x[(own + 8 * i) * pitch + place + c] = value;
-      }
-    }
-  };
-  estimate_tiles<C>(
-      rows, shared, nullptr, 0, nullptr, 0, 0.0f, 0.0f, out,
-      [&](int64_t tile) {
-        return probe_tile<C, false, true, Absmax::kNone>(matrix, w, w_pitch, tile, shared, nullptr, unscale);
-      },
-      [&](int probe, int row, int64_t place) {
-        const double claimed = parts.template sum<C::kGroups>(probe, row);
-        const double wanted = place < y_pitch ? product[probe * y_pitch + place] : 0.0f;
-        return ProbeValues{wanted, claimed, wanted - claimed};
-      });
+  const ProbeMatrix<typename C::Source> matrix{x, pitch, rows, columns, vector != 0};
+  compare_tiles<C>(matrix, w, w_pitch, product, y_pitch, shared, row_scales, row_count, col_scales, col_count, least, most, out,
+                   SeeNothing{});
 }
 
 // Add the partial sums of all CTAs (CTAs, 260) in a fixed order. A CTA has 32 columns, and a warp every 16th row. A CTA behind them

@@ -1,7 +1,7 @@
 """Products of a matrix with 16 probe vectors in float64 on an sm_90 GPU, and the comparison of a product with them.
 
 A pass also sums squares, and may write a float32 matrix in float16, times a power of two that a sample of it gives.
-Host side of ``probe_squares`` in ``estimate/probes.cuh`` and ``compare_double`` in ``estimate/probe_compare.cuh``.
+Host side of ``estimate/probe_squares.cuh``.
 """
 
 from __future__ import annotations
@@ -17,27 +17,10 @@ from cute_kernels.estimate.probes import (
     launch_sum,
     matrix_arguments,
     padded,
-    probeable,
     readable,
 )
 from cute_kernels.jit.device import num_sms
 from cute_kernels.jit.kernel import get_kernel
-
-_RUN = 4  # elements that a lane writes at once
-
-
-def can_scale_to_float16(x: Tensor) -> bool:
-    """Return whether :func:`launch_probe_squares` writes `x` in float16: float32, slices of 4 n aligned elements.
-
-    Examples
-    --------
-    >>> can_scale_to_float16(torch.zeros(4, 8))  # not on a GPU
-    False
-    """
-    if x.dtype != torch.float32 or not probeable(x):
-        return False
-    inner = x if readable(x) else x.mT
-    return inner.shape[1] % _RUN == 0 and matrix_arguments(inner)[-1] == 1
 
 
 def probe_tiles(rows: int, dtype: torch.dtype, device: int) -> int:
@@ -68,13 +51,14 @@ def launch_probe_squares(
     Parameters
     ----------
     x : Tensor, shape (M, N)
-        float16 or bfloat16 matrix that is ``probeable``, or one that :func:`can_scale_to_float16` allows.
+        float16 or bfloat16 matrix that is ``probeable``; float32 with `scaled`, slices in memory of 4 n elements and
+        aligned to 16 bytes.
     w : Tensor, shape (16, padded(N))
         float32 probes.
     y : Tensor, shape (16, padded(M))
         float32; written.
     squares : Tensor, shape (probe_tiles(M), 2)
-        float64, on the GPU or pinned; written, the sums of a CTA each.
+        float64; written, the sums of a CTA each.
     scaled : Tensor, shape (M, N), optional
         float16; written, for a float32 X: its entries times a power of two, in the order of X in memory.
     scale : Tensor, shape (1,), optional
@@ -109,14 +93,16 @@ def launch_double_comparison(
 
     Parameters
     ----------
-    c, w, product, parts
+    c, w, product
+        As there.
+    scale_a, scale_b : Tensor, shape (1,)
+        float32 powers of two; `c` is divided by both first, in place.
+    parts : Tensor
         As there.
     squares : tuple of Tensor
         Of A and of B, which :func:`launch_probe_squares` left.
     result : Tensor, shape (264,)
-        The sums of the comparison, then those of A, ``A (B W)``, B and ``B W``.
-    scale_a, scale_b : Tensor, shape (1,)
-        float32 powers of two; `c` is divided by both first, in place.
+        float64, may be pinned: the sums of the comparison, then those of A, ``A (B W)``, B and ``B W``.
 
     Examples
     --------

@@ -22,13 +22,13 @@ from cute_kernels.estimate import probes
 from cute_kernels.estimate.probe_squares import launch_double_comparison, launch_probe_squares, probe_tiles
 from cute_kernels.jit.device import current_arch, device_of, num_sms, on_device
 from cute_kernels.jit.launch_cache import LaunchCache
-from residual.cuda.check import drawn_transposed, rounding_of_double
+from residual.cuda.check import drawn_transposed, rounding_of_double, transpose_probes
 from residual.cuda.passes import Measured, rungs_for_shapes
 from residual.cuda.products import product_16bit
 from residual.cuda.verdict_words import wait_until
 from residual.error.estimate import ErrorEstimate, from_sums
 from residual.error.factor import CONFIDENCE, confidence
-from residual.error.probes import ProbeSums
+from residual.error.probes import Probes, ProbeSums
 from residual.operand.prepared import PreparedOperand, TransposedProbes
 from residual.options import Options
 from residual.planning.ladder import Rung
@@ -332,14 +332,14 @@ def _arch(device: torch.device) -> str:
         return current_arch()
 
 
-def prepare_right(B: Tensor, drawn: TransposedProbes, options: Options) -> TransposedProbes | None:
+def prepare_right(B: Tensor, drawn: Probes, options: Options) -> TransposedProbes | None:
     """Return what products here need of a constant `B` (K, N) with probes; None where no product may be one of these.
 
     Parameters
     ----------
     B : Tensor, shape (K, N)
         CUDA tensor.
-    drawn : TransposedProbes
+    drawn : Probes
         Its probes.
     options : Options
         Of the products, whose tolerance says whether they come here.
@@ -348,7 +348,7 @@ def prepare_right(B: Tensor, drawn: TransposedProbes, options: Options) -> Trans
         return None
     if B.dtype == torch.float32 and B.data_ptr() % _LOAD:
         return None
-    k, device = B.shape[0], B.device
+    made, k, device = transpose_probes(drawn), B.shape[0], B.device
     products = torch.empty(probes.PROBES, probes.padded(k), dtype=torch.float32, device=device)
     squares = torch.empty(probe_tiles(k, B.dtype, device.index), 2, dtype=torch.float64, device=device)
     scaled = scale = None
@@ -356,5 +356,5 @@ def prepare_right(B: Tensor, drawn: TransposedProbes, options: Options) -> Trans
         scaled = torch.empty_strided(B.shape, _dense(B), dtype=torch.float16, device=device)
         scale = torch.empty(1, dtype=torch.float32, device=device)
     with device_of(B):
-        launch_probe_squares(B, drawn.vectors, products, squares, scaled, scale)
-    return drawn._replace(products=products, squares=squares, scaled=scaled, scale=scale)
+        launch_probe_squares(B, made.vectors, products, squares, scaled, scale)
+    return made._replace(products=products, squares=squares, scaled=scaled, scale=scale)

@@ -108,7 +108,7 @@ def compute_known(A: Tensor, B: Tensor, prepared: PreparedOperand | None, option
     """
     if torch.is_grad_enabled() and (A.requires_grad or B.requires_grad):
         return None
-    if torch.is_autocast_enabled("cuda"):
+    if torch.is_autocast_enabled("cuda"):  # torch's product would be in its dtype
         return None
     start_first, start_known = _starts()
     right = B if prepared is None else prepared
