@@ -158,6 +158,22 @@ def render_attention() -> str:
     return f"{grid(head, rows)}\n\n{source('cpu_attention_avx2', 'attention_h200')}"
 
 
+def render_cpu_paths() -> str:
+    """Layers on each instruction set of one CPU."""
+    found = results("cpu_paths")
+    paths = list(found["results"][0]["us"])
+    rows = [
+        [
+            f"{row['out']} x {row['in']}",
+            f"{row['zeros']:g}",
+            str(row["tokens"]),
+            *(f"{row['us'][path]:.0f}" for path in paths),
+        ]
+        for row in found["results"]
+    ]
+    return f"{grid(['out x in', 'zeros', 'tokens', *(f'{path}, us' for path in paths)], rows)}\n\n{source('cpu_paths')}"
+
+
 def render_models_avx512() -> str:
     """Whole models on one thread of a CPU with VNNI: the best turn, beside the fastest baseline in 8 bits."""
     cases = [case for case in results("models_speed_avx512")["cases"] if case["threads"] == 1]
@@ -365,6 +381,7 @@ SECTIONS: tuple[tuple[str, str, Callable[[], str]], ...] = (
     ("few-rows-int8", "docs/lab/performance.md", render_few_rows_int8),
     ("sparse-decode", "docs/lab/performance.md", render_sparse_decode),
     ("e4m3-blocks", "docs/lab/performance.md", render_e4m3_blocks),
+    ("cpu-paths", "docs/performance/cpu.md", render_cpu_paths),
     ("models-times", "docs/performance/gpu.md", render_models),
     ("models-dense", "docs/lab/models.md", render_models_dense),
     ("models-packed", "docs/lab/models.md", render_models_packed),

@@ -1,8 +1,8 @@
 """CPU engine: integer SpMM and SDDMM on SR-BCRS, and conversions, in C++17 with one build per instruction set.
 
 The instruction set is selected at run time: ``amx`` (AVX512-VNNI, dense products by tiles), ``avx512`` (AVX512-VNNI),
-``avx2`` or ``portable``. The environment variable ``MAGICUBE_CPU`` forces one; ``MAGICUBE_ENGINE`` names another build
-of the extension, such as a sanitizer build.
+``avx_vnni``, ``avx2`` or ``portable``. The environment variable ``MAGICUBE_CPU`` forces one; ``MAGICUBE_ENGINE`` names
+another build of the extension, such as a sanitizer build.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ def isas() -> list[str]:
 
     Examples
     --------
-    >>> set(isas()) <= {"amx", "avx512", "avx2", "portable"}
+    >>> set(isas()) <= {"amx", "avx512", "avx_vnni", "avx2", "portable"}
     True
     """
     return [] if ENGINE is None else list(ENGINE.isas())

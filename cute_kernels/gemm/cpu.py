@@ -22,7 +22,7 @@ from cute_kernels.gemm.epilogue import apply_epilogue
 from cute_kernels.gemm.problem import GemmProblem
 
 _FLOAT32_K = 2**24 // 2**14  # K up to which float32 sums products of two bytes exactly, in any order
-_PACKED_PATHS = ("amx", "avx512", "avx2")  # of the engine, on which its dense product is faster than float32
+_PACKED_PATHS = ("amx", "avx512", "avx_vnni", "avx2")  # on which the engine's dense product is faster than float32
 _COPY = 4  # time to transpose an element of an operand by that to pack one
 
 
@@ -61,7 +61,7 @@ def backends() -> list[str]:
 
 
 def packs_weights() -> bool:
-    """Return whether layers multiply by packed dense weights in the engine: on AVX2 and AVX512-VNNI.
+    """Return whether layers multiply by packed dense weights in the engine: on AVX2 and what has more.
 
     ``MAGICUBE_GEMM`` can name another product.
 

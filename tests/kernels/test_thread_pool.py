@@ -14,7 +14,6 @@ pytestmark = pytest.mark.skipif(not has_compiler(), reason="no g++")
 BODY = r"""
 #include <cstdio>
 
-#include "openmp.hpp"
 #include "thread_pool.hpp"
 using namespace magicube;
 

@@ -3,8 +3,8 @@
 
 #include <immintrin.h>
 
-#include "avx2_few.hpp"
 #include "dense.hpp"
+#include "vectors256.hpp"
 
 namespace {
 

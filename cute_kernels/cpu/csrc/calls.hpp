@@ -40,6 +40,7 @@ bool runs_here(const Engine& engine) {
            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
            __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("fma");
   }
+  if (&engine == &kAvxVnni) return runs_here(kAvx2) && __builtin_cpu_supports("avxvnni");
   return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
 }
 #endif
@@ -48,7 +49,7 @@ const std::vector<const Engine*>& usable() {
   static const std::vector<const Engine*> found = [] {
     std::vector<const Engine*> each;
 #ifdef MAGICUBE_X86
-    for (const Engine* engine : {&kAmx, &kAvx512, &kAvx2}) {
+    for (const Engine* engine : {&kAmx, &kAvx512, &kAvxVnni, &kAvx2}) {
       if (runs_here(*engine)) each.push_back(engine);
     }
 #endif

@@ -428,6 +428,7 @@ struct Engine {
 extern const Engine kPortable;
 #ifdef MAGICUBE_X86
 extern const Engine kAvx2;
+extern const Engine kAvxVnni;
 extern const Engine kAvx512;
 extern const Engine kAmx;
 #endif

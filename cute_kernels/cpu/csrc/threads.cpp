@@ -9,7 +9,6 @@
 #endif
 
 #include "engine.hpp"
-#include "openmp.hpp"
 #include "thread_pool.hpp"
 
 namespace magicube {

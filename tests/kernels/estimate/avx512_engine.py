@@ -1,4 +1,7 @@
-"""``csrc/avx512.cpp`` as a library of machines without AVX-512, by the instructions of ``avx512_emulated.hpp``."""
+"""``csrc/avx512.cpp`` and ``avx_vnni.cpp`` as a library of machines without them.
+
+The instructions of the first are those of ``avx512_emulated.hpp``, the one of the second is a loop.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +25,25 @@ ASSEMBLY = {  # and what takes its place
     'asm volatile("" : "+v"(kept[0]), "+v"(kept[1]), "+v"(kept[2]), "+v"(kept[3]));': "",
     '__attribute__((target("amx-tile,amx-int8")))': "",
 }
+VPDPBUSD = 'asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(sum) : "x"(left), "xm"(right));'
+IN_A_LOOP = """
+  int32_t sums[sizeof sum / 4];
+  uint8_t a[sizeof sum];
+  int8_t b[sizeof sum];
+  std::memcpy(sums, &sum, sizeof sum), std::memcpy(a, &left, sizeof sum), std::memcpy(b, &right, sizeof sum);
+  for (unsigned i = 0; i < sizeof sum; ++i) sums[i / 4] += a[i] * b[i];
+  std::memcpy(&sum, sums, sizeof sum);
+"""
 CALLS = """
 #include <immintrin.h>
 #include "engine.hpp"
 using namespace magicube;
 namespace {
 struct Job { const Engine* engine; const void* args; };
-const Engine& engine_of(int emulated) { return emulated == 2 ? kAmx : emulated ? kAvx512 : kPortable; }
+const Engine& engine_of(int emulated) {
+  const Engine* const engines[] = {&kPortable, &kAvx512, &kAmx, &kAvxVnni};
+  return *engines[emulated];
+}
 }
 extern "C" void set_vbmi(int has_vbmi) { emulated::has_vbmi = has_vbmi != 0; }
 extern "C" void probe_right(int emulated, int threads, const RealMatrix* b, const float* w, const double* wbar, double* products,
@@ -121,7 +136,7 @@ extern "C" void attention(int emulated, int threads, const int64_t* row_start, c
 
 
 def build_emulated_engine(folder: Path) -> ctypes.CDLL:
-    """The engine's AVX-512 and portable builds as a library of this machine."""
+    """The engine's AVX-512, AVX-VNNI and portable builds as a library of this machine."""
     shutil.copy(Path(__file__).with_name("avx512_emulated.hpp"), folder / "immintrin.h")
     found = 0
     for name in ("avx512.cpp", "avx512_few.hpp", "amx.hpp"):
@@ -131,20 +146,32 @@ def build_emulated_engine(folder: Path) -> ctypes.CDLL:
             source = source.replace(assembly, replacement)
         (folder / name).write_text(source)
     assert found == len(ASSEMBLY)
-    (folder / "calls.cpp").write_text(CALLS)
-    files = [folder / "avx512.cpp", folder / "calls.cpp", SOURCES / "portable.cpp", SOURCES / "threads.cpp"]
     flags = [
+        "g++",
         "-std=c++17",
         "-O1",
         "-w",
         "-ffp-contract=off",
         "-DMAGICUBE_X86",
-        "-shared",
         "-fPIC",
         "-fno-gnu-unique",
         "-pthread",
     ]
+    flags.append(f"-I{SOURCES}")
+    (folder / "own").mkdir()  # beside the compiler's own immintrin.h
+    vnni, vnni_object = folder / "own" / "avx_vnni.cpp", folder / "avx_vnni.o"
+    source = (SOURCES / vnni.name).read_text()
+    assert source.count(VPDPBUSD) == 1
+    vnni.write_text(source.replace(VPDPBUSD, IN_A_LOOP))
+    subprocess.run([*flags, "-mavx2", "-mfma", "-mf16c", "-c", str(vnni), "-o", str(vnni_object)], check=True)
+    (folder / "calls.cpp").write_text(CALLS)
+    files = [
+        folder / "avx512.cpp",
+        folder / "calls.cpp",
+        vnni_object,
+        SOURCES / "portable.cpp",
+        SOURCES / "threads.cpp",
+    ]
     library = folder / "engine.so"
-    command = ["g++", *flags, f"-I{folder}", f"-I{SOURCES}", *map(str, files), "-o", str(library), "-ldl"]
-    subprocess.run(command, check=True)
+    subprocess.run([*flags, "-shared", f"-I{folder}", *map(str, files), "-o", str(library), "-ldl"], check=True)
     return ctypes.CDLL(str(library))

@@ -1,4 +1,4 @@
-"""``csrc/avx512.cpp`` on machines without AVX-512: its instructions are those of ``avx512_emulated.hpp``, the rest is its own."""
+"""``csrc/avx512.cpp`` and ``csrc/avx_vnni.cpp`` on machines without their instructions, which are emulated; the rest is their own."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import ctypes
 import math
 import shutil
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -22,7 +23,8 @@ from magicube_cutlass.dispatch.cpu import pack_operand
 from magicube_cutlass.reference import at_vectors
 from tests.kernels.estimate.avx512_engine import build_emulated_engine
 
-AVX512, AMX = 1, 2  # instruction sets; 0 is the portable engine
+AVX512, AMX, AVX_VNNI = 1, 2, 3  # instruction sets; 0 is the portable engine
+VNNI = (AVX512, AVX_VNNI)
 COLUMNS = (1, 3, 15, 16, 17, 33, 65, *(pytest.param(n, marks=pytest.mark.long) for n in (31, 64, 130)))
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None or not engine.available(), reason="no g++ or no engine")
 
@@ -65,7 +67,7 @@ def test_direct_has_the_bits_of_the_portable_engine(emulated_engine: ctypes.CDLL
             A[0], B[:, 0] = 5.0, -5.0  # digits 127 and -127
             right = prepare_direct(B, W, wbar)
             results = []
-            for emulated, threads in ((0, 1), (AVX512, 1), (AVX512, 2), (AMX, 2)):
+            for emulated, threads in ((0, 1), (AVX512, 1), (AVX512, 2), (AMX, 2), (AVX_VNNI, 1)):
                 out, sums = torch.empty(m, n), torch.empty(PROBES * PROBES + 2, dtype=torch.float64)
                 emulated_engine.direct(
                     emulated, threads,
@@ -75,6 +77,9 @@ def test_direct_has_the_bits_of_the_portable_engine(emulated_engine: ctypes.CDLL
                 results.append((out, sums))
             assert torch.equal(results[0][0], results[1][0]) and torch.equal(results[1][1], results[2][1])
             assert torch.equal(results[3][0], results[1][0]) and torch.equal(results[3][1], results[1][1])
+            assert torch.equal(results[4][0], results[1][0]) and torch.isclose(
+                *(each[1][-1] for each in results[3:]), rtol=1e-13
+            )
             (_, plain), (_, found) = results[:2]
             eta = 68 * 2.0**-24 * math.sqrt(float(plain[-2]))
             energies = [float(each[: -2 : PROBES + 1].sum()) for each in (plain, found)]
@@ -109,7 +114,7 @@ def test_dense_products_are_exact(emulated_engine: ctypes.CDLL, n: int) -> None:
             a, b = (torch.randint(-128, 128, size, generator=generator, dtype=torch.int8) for size in ((m, k), (k, n)))
             a[0], b[:, 0] = -128, -128
             right, expected = pack_right(b), a.long() @ b.long()
-            for emulated, threads in ((AVX512, 1), (AVX512, 2), (AMX, 1), (AMX, 2)):
+            for emulated, threads in ((AVX512, 1), (AVX512, 2), (AMX, 1), (AMX, 2), (AVX_VNNI, 1), (AVX_VNNI, 2)):
                 for dtype in (torch.int32, torch.int64):
                     for out in (torch.empty(m, n, dtype=dtype), torch.empty(n, m, dtype=dtype).t()):
                         multiply_emulated(emulated_engine, emulated, threads, a, right, out, None, (None, None, None))
@@ -118,7 +123,7 @@ def test_dense_products_are_exact(emulated_engine: ctypes.CDLL, n: int) -> None:
     a, b = torch.full((7, k), -128, dtype=torch.int8), torch.full((k, n), 127, dtype=torch.int8)
     a[1], b[:, -1] = 127, -128
     right, out = pack_right(b), torch.empty(7, n, dtype=torch.int32)
-    for emulated in (AVX512, AMX):
+    for emulated in (AVX512, AMX, AVX_VNNI):
         multiply_emulated(emulated_engine, emulated, 1, a, right, out.zero_(), None, (None, None, None))
         assert torch.equal(out.long(), a.long() @ b.long())
 
@@ -132,9 +137,9 @@ def test_dense_products_by_nibbles_are_exact(emulated_engine: ctypes.CDLL, n: in
             b = torch.randint(-8, 8, (k, n), generator=generator, dtype=torch.int8)
             a[0], b[:, 0] = -128, -8
             right, expected = pack_right(b, bits=4), a.long() @ b.long()
-            for threads in (1, 2):
+            for emulated, threads in ((AVX512, 1), (AVX512, 2), (AVX_VNNI, 1)):
                 for out in (torch.empty(m, n, dtype=torch.int32), torch.empty(n, m, dtype=torch.int32).t()):
-                    multiply_emulated(emulated_engine, 1, threads, a, right, out, None, (None, None, None))
+                    multiply_emulated(emulated_engine, emulated, threads, a, right, out, None, (None, None, None))
                     assert torch.equal(out.long(), expected)
 
 
@@ -174,35 +179,36 @@ def test_sparse_products_are_exact(emulated_engine: ctypes.CDLL, n: int) -> None
             sparse = SparseOperand(*pack_operand(matrix), m, k, matrix.bits, True)
             expected = a.long() @ b.long()
             for right in (b, b.t().contiguous().t()):
-                for threads in (1, 2):
+                for emulated, threads in ((AVX512, 1), (AVX512, 2), (AVX_VNNI, 1), (AVX_VNNI, 2)):
                     out = torch.empty(m, n, dtype=torch.int64)
-                    multiply_sparse_emulated(emulated_engine, 1, threads, sparse, right, out, (None, None, None))
+                    multiply_sparse_emulated(emulated_engine, emulated, threads, sparse, right, out, (None, None, None))
                     assert torch.equal(out, expected)
             rows, columns, bias = (torch.rand(size, generator=generator) for size in (m, n, m))
             found = []
-            for emulated in (0, 1):
+            for emulated in (0, *VNNI):
                 out = torch.empty(m, n)
                 multiply_sparse_emulated(emulated_engine, emulated, 1, sparse, b, out, (rows, columns, bias))
                 found.append(out)
-            assert torch.equal(found[0], found[1])
+            assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 
 
 @pytest.mark.parametrize("n", (33, 64, 100))
-def test_long_sparse_rows_are_exact_by_tiles(emulated_engine: ctypes.CDLL, n: int) -> None:
+def test_long_sparse_rows_are_exact(emulated_engine: ctypes.CDLL, n: int) -> None:
     generator = torch.Generator().manual_seed(n)
     for v, m in ((8, 24), (16, 48)):
         a, b = (torch.randint(-128, 128, size, generator=generator).to(torch.int8) for size in ((m, 1100), (1100, n)))
         a *= (torch.rand(m, 1100, generator=generator) < 0.6).to(torch.int8)
         a[v : 2 * v] = 0
         sparse = SparseOperand(*pack_operand(mc.SRBCRS.from_dense(a, vector_length=v, bits=8)), m, 1100, 8, True)
-        out = torch.empty(m, n, dtype=torch.int32)
-        multiply_sparse_emulated(emulated_engine, AMX, 1, sparse, b, out, (None, None, None))
-        assert torch.equal(out.long(), (a.double() @ b.double()).long())
+        for emulated in (AMX, AVX_VNNI):  # by tiles, and by parts of a row
+            out = torch.empty(m, n, dtype=torch.int32)
+            multiply_sparse_emulated(emulated_engine, emulated, 1, sparse, b, out, (None, None, None))
+            assert torch.equal(out.long(), (a.double() @ b.double()).long())
         scales, found = tuple(torch.rand(size, generator=generator) for size in (m, n, m)), []
-        for emulated in (0, AMX):
+        for emulated in (0, AMX, AVX_VNNI):
             found.append(torch.empty(m, n))
             multiply_sparse_emulated(emulated_engine, emulated, 1, sparse, b, found[-1], scales)
-        assert torch.equal(found[0], found[1])
+        assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 
 
 @pytest.mark.parametrize("n", (1, 2, 3, 16))
@@ -226,9 +232,9 @@ def test_sparse_products_with_few_columns_are_exact(emulated_engine: ctypes.CDLL
             for each in (sparse, masked):
                 emulated_engine.set_vbmi(int(each is masked))
                 for right in (b, b.t().contiguous().t()):
-                    for dtype in (torch.int32, torch.float32):
+                    for emulated, dtype in product(VNNI, (torch.int32, torch.float32)):
                         out = torch.empty(m, n, dtype=dtype)
-                        multiply_sparse_emulated(emulated_engine, 1, 1, each, right, out, (None, None, None))
+                        multiply_sparse_emulated(emulated_engine, emulated, 1, each, right, out, (None, None, None))
                         assert torch.equal(out.long(), expected)
 
 
@@ -247,9 +253,11 @@ def test_sampled_products_are_exact(emulated_engine: ctypes.CDLL, v: int) -> Non
         padded, sizes = pattern.padded(32), map(ctypes.c_int64, (pattern.padded(32).col_indices.numel() // 32, m, n, k))
         expected = mc.SRBCRS.from_pattern(pattern, at_vectors(x.long() @ y.long().mT, pattern), bits=None).values
         head = (*pointers(padded.row_start, padded.row_end, padded.col_indices), *sizes, v)
-        for threads in (1, 2):
+        for emulated, threads in ((AVX512, 1), (AVX512, 2), (AVX_VNNI, 1)):
             out = torch.zeros_like(expected)
-            emulated_engine.sddmm(1, threads, *head, *pointers(x), types[0], *pointers(y), types[1], *pointers(out))
+            emulated_engine.sddmm(
+                emulated, threads, *head, *pointers(x), types[0], *pointers(y), types[1], *pointers(out)
+            )
             assert torch.equal(out, expected)
 
 
@@ -265,7 +273,7 @@ def test_attention_has_the_bits_of_the_portable_engine(emulated_engine: ctypes.C
         operands[0][0, 3, 1], operands[1][1, 5] = math.nan, 0.0
         for given in (operands, operands[:3]):
             results = []
-            for emulated, threads in ((0, 1), (1, 1), (1, 2)):
+            for emulated, threads in ((0, 1), (AVX512, 1), (AVX512, 2), (AVX_VNNI, 1)):
                 out, lse = torch.empty(2, queries, width), torch.empty(2, queries)
                 bias = pointers(given[3]) if len(given) > 3 else [ctypes.c_void_p(None)]
                 emulated_engine.attention(emulated, threads, *head, *pointers(*given[:3]), *bias, *pointers(out, lse))
@@ -286,11 +294,11 @@ def test_quantized_rows_have_the_bits_of_the_portable_engine(emulated_engine: ct
     right = pack_right(b)
     for static in (None, torch.tensor(0.01)):
         results = []
-        for emulated, threads in ((0, 1), (1, 1), (1, 2)):
+        for emulated, threads in ((0, 1), (AVX512, 1), (AVX512, 2), (AVX_VNNI, 1)):
             out = torch.empty(m, n, dtype=dtype)
             multiply_emulated(emulated_engine, emulated, threads, x, right, out, static, (None, columns, bias))
             results.append(out.nan_to_num())
-        assert torch.equal(results[0], results[1]) and torch.equal(results[1], results[2])
+        assert all(torch.equal(each, results[0]) for each in results[1:])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
