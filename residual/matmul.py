@@ -13,8 +13,9 @@ from torch import Tensor
 from cute_kernels.watch import watched
 from magicube_cutlass.checks import has_dispatch_mode
 from residual.execute.quick import Quick, quick_for
-from residual.execute.run import Begun, Outcome, begin
-from residual.operand.operand import check_operand
+from residual.execute.run import Outcome
+from residual.execute.start import Awaited, begin
+from residual.operand.operand import FLOATS, check_operand
 from residual.operand.prepared import PreparedOperand, prepare_for
 from residual.options import MatmulOptions, OnFailure, Options, call_options, check_options, check_pair
 from residual.report import Report
@@ -34,7 +35,7 @@ class Pending:
     ('fp32', [[3.0, 3.0], [3.0, 3.0]])
     """
 
-    def __init__(self, begun: Outcome | Begun) -> None:
+    def __init__(self, begun: Awaited) -> None:
         self._begun = begun
 
     def _outcome(self) -> Outcome:
@@ -175,7 +176,8 @@ def prepare_by(W: Tensor, options: Options) -> PreparedOperand:
     from residual.cuda.passes import passes_for
     from residual.cuda.sixteen_bit import prepare_right
 
-    passes = passes_for(found.weight, found.probes, rungs)
+    is_copied = options.mode != "auto" and found.weight.dtype in FLOATS  # products of a mode read float32 copies
+    passes = passes_for(found.weight.float() if is_copied else found.weight, found.probes, rungs)
     transposed = prepare_right(found.weight, found.probes, options)
     if transposed is None and not passes:
         transposed = transpose_probes(found.probes, found.vectors)
@@ -301,9 +303,9 @@ def matmul(
     on_failure : {"raise", "fallback"}, default "raise"
         ``"fallback"``: run float32 and float64 products if no rung meets `tol`.
     flow : {"auto", "measured"}, default "auto"
-        ``"measured"``: as described, on every device. ``"auto"``: the same, but on a GPU operands neither of float32
-        nor of one 16-bit dtype, GPUs other than sm_90, tolerances below 3e-5 (16 bits: 1e-4) and modes by name other
-        than ``direct`` and ``full`` take kernels whose float32 check is guarded, not proven.
+        ``"measured"``: as described, on every device. ``"auto"``: the same, but floats of 16 and 32 bits on a GPU other
+        than sm_90, at tolerances below 3e-5 (of one 16-bit dtype: 1e-4) and by modes other than ``direct`` and ``full``
+        take kernels whose float32 check is guarded, not proven.
     return_report : bool, default False
         Return ``(C, Report)``; measures the error also without `tol`, and C carries no gradient.
 

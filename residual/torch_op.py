@@ -11,7 +11,7 @@ from torch.utils.flop_counter import register_flop_formula
 from magicube_cutlass.checks import has_dispatch_mode
 from magicube_cutlass.dispatch.register import register_op
 from residual.execute.quick import PLAIN, single_product
-from residual.execute.run import compute, compute_known
+from residual.execute.start import compute, compute_known
 from residual.operand.ieee import float_product
 from residual.operand.operand import real_dtype
 from residual.operand.prepared import PreparedOperand

@@ -4,7 +4,7 @@ Nine launches, five with a prepared B, replayed where all addresses equal those 
 that each thread keeps per stream. What else a kind of call needs is made once: a record, found by shapes and options.
 Nothing waits until the verdict is read, and a CUDA graph can capture the launches. The pass over A bounds the errors of
 two rungs and picks one on the GPU; a mode that was asked for is the only one that it may pick. Where no rung meets the
-tolerance, :mod:`residual.execute.run` goes on with the next one.
+tolerance, :mod:`residual.execute.start` goes on with the next one.
 """
 
 from __future__ import annotations

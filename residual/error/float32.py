@@ -145,8 +145,8 @@ def relative_difference(x: Tensor, y: Tensor) -> float:
     >>> 0.3651 < relative_difference(x, x - 1) < 0.3652
     True
     """
-    of_rows = (torch.linalg.vector_norm(each, dim=1).double() for each in (x, x - y))  # (M,) each
-    size, rest = (float(torch.linalg.vector_norm(each)) for each in of_rows)
+    of_rows = torch.stack([torch.linalg.vector_norm(each, dim=1) for each in (x, x - y)])  # (2, M)
+    size, rest = torch.linalg.vector_norm(of_rows, dim=1, dtype=torch.float64).tolist()
     slack, lost = x.shape[1] * 2.0**-23, math.sqrt(x.numel()) * 2.0**-62  # squares below the range of float32
     if not (0 < size < math.inf and slack < 1):
         return math.nan

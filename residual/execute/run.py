@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import replace
-from functools import cache, partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,9 +12,10 @@ from cute_kernels.cpu.direct import DirectProduct, DirectRight, direct
 from cute_kernels.cpu.estimate import bound_sums
 from residual.error.estimate import ErrorEstimate, by_power, from_sums
 from residual.error.factor import CONFIDENCE, confidence
-from residual.error.float32 import is_provable, norm_bound, relative_difference
+from residual.error.float32 import is_provable, norm_bound
 from residual.error.look import look
 from residual.error.probes import PROBES, ProbeSums, is_zero, judge, noise
+from residual.execute.copies import options_of_copies, report_of, round_product
 from residual.execute.products import execute, rounding, rounds_levels
 from residual.operand.ieee import float_product, is_ieee
 from residual.operand.nonfinite import fill
@@ -25,13 +23,8 @@ from residual.operand.operand import FLOATS, Operand, operand
 from residual.operand.prepared import Form, PreparedOperand, prepare_for
 from residual.options import Options
 from residual.planning.ladder import Rung
-from residual.report import EMPTY, Missed, Report, attempt_of, rounding_of, tolerance_error
+from residual.report import EMPTY, Missed, Report, attempt_of, tolerance_error
 
-if TYPE_CHECKING:
-    from residual.cuda import passes, sixteen_bit
-
-
-_ROUNDINGS = 1.5  # of an output to 16 bits on average, that a tolerance leaves room for
 _SAMPLE = 16  # rows whose error by one digit is measured before that of all
 _LEAST_SAMPLED = 2**27  # multiplications, 1 ms of one core: a sample takes 30 us
 _FAR = 2.0  # times the tolerance: rows differ, and a sample is no bound
@@ -53,107 +46,6 @@ class Outcome(NamedTuple):
         if self.failure is not None:
             raise self.failure
         return self.product
-
-
-def _go_on(
-    A: Tensor, B: Tensor | PreparedOperand, options: Options, measured: bool, tried: Missed, before: int = 0
-) -> Outcome:
-    """Return the product by the rungs behind those that were `tried`, after `before` attempts outside of the ladder."""
-    return compute_from(A, B, options, measured, tried=tried[before:], before=tried[:before])
-
-
-class Begun(NamedTuple):
-    """A product whose verdict a GPU has still to give."""
-
-    started: passes.Started | sixteen_bit.StartedSixteenBit
-    A: Tensor
-    B: Tensor | PreparedOperand
-    options: Options
-    measured: bool
-    goes_on: Callable[[Tensor, Tensor | PreparedOperand, Options, bool, Missed], Outcome | Begun] = _go_on
-
-    def outcome(self) -> Outcome:
-        """Wait for the verdict; where the tolerance was missed, go on with the next rung."""
-        made = self.started.outcome()
-        if made.product is not None:
-            return Outcome(made.product, made.report, None)
-        with torch.autocast(self.A.device.type, enabled=False):
-            return self.goes_on(self.A, self.B, self.options, self.measured, made.tried).outcome()
-
-    def checked(self) -> Tensor:
-        """Wait for the verdict; return the product, or raise if no rung met the tolerance."""
-        accepted = self.started.accepted()
-        return self.outcome().checked() if accepted is None else accepted
-
-
-def compute(A: Tensor, B: Tensor | PreparedOperand, options: Options) -> Tensor:
-    """Return the product of checked operands, where autograd does not record; raise if no rung meets the tolerance."""
-    return begin(A, B, options).checked()
-
-
-@cache
-def _starts() -> tuple[Callable[..., sixteen_bit.StartedSixteenBit | None], Callable[..., passes.Started | None]]:
-    from residual.cuda import passes, sixteen_bit  # kernels of their own
-
-    return sixteen_bit.start, passes.start_known
-
-
-def compute_known(A: Tensor, B: Tensor, prepared: PreparedOperand | None, options: Options) -> Tensor | None:
-    """Return the product of CUDA operands by the record of a call like it; None for others and with a gradient.
-
-    Raises
-    ------
-    ToleranceError
-        If no rung met the tolerance.
-    """
-    if torch.is_grad_enabled() and (A.requires_grad or B.requires_grad):
-        return None
-    if torch.is_autocast_enabled("cuda"):  # torch's product would be in its dtype
-        return None
-    start_first, start_known = _starts()
-    right = B if prepared is None else prepared
-    first = start_first(A, B, prepared, options)
-    if first is not None:
-        return Begun(first, A, right, options, False, _begin_digits).checked()
-    started = start_known(A, B, options, None if prepared is None else prepared.passes)
-    return None if started is None else Begun(started, A, right, options, False).checked()
-
-
-def begin(A: Tensor, B: Tensor | PreparedOperand, options: Options, measured: bool = False) -> Outcome | Begun:
-    """Start the product, `measured`: with a report in any case; only an sm_90 GPU leaves a verdict to wait for."""
-    weight = B.weight if isinstance(B, PreparedOperand) else B
-    if torch.is_autocast_enabled(A.device.type):  # it would compute float32 products in 16 bits
-        with torch.autocast(A.device.type, enabled=False):
-            return begin(A, B, options, measured)
-    if not (A.numel() and weight.numel()):
-        zeros = A.new_zeros(A.shape[0], weight.shape[1], dtype=options.result_dtype(A, weight))
-        return Outcome(zeros, EMPTY, None)
-    if A.is_cuda:
-        with torch.no_grad():
-            prepared = B if isinstance(B, PreparedOperand) else None
-            first = _starts()[0](A.detach(), weight.detach(), prepared, options)
-            if first is not None:
-                return Begun(first, A, B, options, measured, _begin_digits)
-    return _begin_digits(A, B, options, measured)
-
-
-def _begin_digits(
-    A: Tensor, B: Tensor | PreparedOperand, options: Options, measured: bool, before: Missed = ()
-) -> Outcome | Begun:
-    """Start the product by the rungs of :mod:`residual.planning.ladder` or, on a GPU, by a plan; `before`: missed."""
-    if A.is_cuda:
-        from residual.cuda import flow, passes  # kernels of their own
-
-        prepared, weight = (B, B.weight) if isinstance(B, PreparedOperand) else (None, B)
-        with torch.no_grad():
-            if picked := passes.rungs_to_pick(A, weight, options):
-                known = None if prepared is None else prepared.passes
-                started = passes.start_picked(A.detach(), weight.detach(), options, picked, known, before)
-                goes_on = partial(_go_on, before=len(before))
-                return Begun(started, A, B, options, measured, goes_on)
-            if flow.takes(A, weight, options):
-                return Outcome(*flow.run_flow(A.detach(), weight.detach(), prepared, options, measured))
-    return compute_from(A, B, options, measured)
 
 
 def compute_from(
@@ -186,29 +78,23 @@ def compute_from(
 def _by_float32(
     A: Tensor, B: Tensor | PreparedOperand, options: Options, out_dtype: torch.dtype, measured: bool
 ) -> Outcome | None:
-    """Return the product of 16-bit floats on a CPU by their float32 copies, which are exact.
-
-    The rounding of a 16-bit output C' of the float32 product C is measured: ``||AB - C'|| <= ||AB - C|| + ||C - C'||``.
-    None for operands that are float32 already, or of other dtypes, and where the rounding misses the tolerance.
-    """
-    is_prepared = isinstance(B, PreparedOperand)
-    dtypes = {A.dtype, B.weight.dtype if isinstance(B, PreparedOperand) else B.dtype, out_dtype}
-    is_single = A.dtype == out_dtype == torch.float32 and (is_prepared or len(dtypes) == 1)
-    tol = (options.tol or 0.0) - _ROUNDINGS * rounding_of(out_dtype)
-    if not A.is_cpu or is_single or not dtypes <= set(FLOATS) or tol <= 0:
+    """Return the product of 16-bit floats on a CPU by their float32 copies; None for others, and where that misses."""
+    dtypes = {A.dtype} if isinstance(B, PreparedOperand) else {A.dtype, B.dtype}  # a prepared one has its copy
+    single = options_of_copies(dtypes, out_dtype, options) if A.is_cpu else None
+    if single is None or (isinstance(B, PreparedOperand) and B.weight.dtype not in FLOATS):
         return None
     right = B if isinstance(B, PreparedOperand) else B.float()
-    found = compute_from(A.float(), right, options._replace(tol=tol, out_dtype=torch.float32), measured)
+    return rounded(compute_from(A.float(), right, single, measured), options, out_dtype)
+
+
+def rounded(found: Outcome, options: Options, out_dtype: torch.dtype) -> Outcome | None:
+    """Return the product of float32 copies in `out_dtype`; None where the copies' or its rounding misses."""
     if out_dtype == torch.float32:
         return found
-    product = found.product.to(out_dtype)
-    rounded, report = relative_difference(found.product, product), found.report
-    upper, error = report.upper + (1 + report.upper) * rounded, math.hypot(report.estimated_error, rounded)
-    if found.failure is not None or not upper <= (options.tol or 0.0):
+    made = round_product(found.product, found.report.upper, options.tol or 0.0, out_dtype)
+    if found.failure is not None or made is None:
         return None
-    last = replace(report.attempts[-1], estimated=error, upper=upper)
-    attempts = (*report.attempts[:-1], last)
-    return Outcome(product, replace(report, estimated_error=error, upper=upper, attempts=attempts), None)
+    return Outcome(made[0], report_of(found.report, made[1]), None)
 
 
 class _Call(NamedTuple):

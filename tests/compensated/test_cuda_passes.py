@@ -23,6 +23,7 @@ from residual.error.estimate import ErrorEstimate
 from residual.error.factor import confidence
 from residual.error.probes import draw
 from residual.execute import run
+from residual.execute import start as starts
 from residual.matmul import Pending
 from residual.operand.prepared import prepare_for
 from residual.options import Options
@@ -152,7 +153,7 @@ def test_a_mode_that_was_asked_for_is_the_only_one_that_runs(mode: str, tol: flo
     missed = start(A, B, Options(tol=2e-5, mode=mode)).outcome()
     assert missed.product is None and [attempt.plan for attempt, _ in missed.tried] == [f"int8 {mode}"]
     assert missed.report.upper == missed.tried[0][0].upper > 2e-5
-    found = run.Begun(start(A, B, options := Options(tol=2e-5, mode=mode)), A, B, options, True).outcome()
+    found = starts.Begun(start(A, B, options := Options(tol=2e-5, mode=mode)), A, B, options, True).outcome()
     assert isinstance(found.failure, ToleranceError) and found.report.plan == f"int8 {mode}"
 
 
@@ -196,7 +197,7 @@ def test_a_call_whose_rungs_miss_goes_on_with_the_next_one(host: None, monkeypat
     A, B, options = random(M, K, 1), random(K, N, 2), Options(tol=3e-3)
     A[:, 0], B[0] = 1e6, 0.0
     monkeypatch.setattr(run, "look", None)  # of digits, which would be tried again
-    begun = run.Begun(start(A, B, options), A, B, options, True)
+    begun = starts.Begun(start(A, B, options), A, B, options, True)
     product, report, failure = begun.outcome()
     assert failure is None and relative(product, A, B) <= report.upper <= 3e-3
     assert [attempt.plan for attempt in report.attempts] == ["int8 direct", "int8 full", "fp32"]
@@ -214,8 +215,8 @@ def test_attempts_before_digits_are_reported_and_take_their_share(host: None) ->
         assert one.plan == other.plan and one.estimated == other.estimated
         assert 1.1 * one.upper < other.upper  # its bound fails a tenth as often
     A[:, 0], B[0] = 1e6, 0.0
-    goes_on = partial(run._go_on, before=1)
-    begun = run.Begun(start(A, B, options, None, (missed,)), A, B, options, True, goes_on)
+    goes_on = partial(starts._go_on, before=1)
+    begun = starts.Begun(start(A, B, options, None, (missed,)), A, B, options, True, goes_on)
     product, report, failure = begun.outcome()
     assert failure is None and relative(product, A, B) <= report.upper <= 3e-3
     assert [attempt.plan for attempt in report.attempts] == ["fp16", "int8 direct", "int8 full", "fp32"]
@@ -225,7 +226,7 @@ def test_the_last_rung_of_the_callers_makes_the_product_of_a_failure(host: None)
     A, B = random(M, K, 1), random(K, N, 2)
     options = Options(tol=3e-3, rungs=("direct", "full"))
     A[:, 0], B[0] = 1e6, 0.0
-    product, report, failure = run.Begun(start(A, B, options), A, B, options, True).outcome()
+    product, report, failure = starts.Begun(start(A, B, options), A, B, options, True).outcome()
     assert isinstance(failure, ToleranceError) and product.shape == (M, N)
     assert [attempt.plan for attempt in report.attempts] == ["int8 direct", "int8 full"]
 
@@ -235,7 +236,7 @@ def test_a_pending_product_waits_for_its_verdict_once_and_when_asked(host: None)
     started = start(A, B, options)
     found = started.outcome()
     started.outcome = lambda: reads.append(1) or found  # type: ignore[method-assign]
-    pending = Pending(run.Begun(started, A, B, options, True))
+    pending = Pending(starts.Begun(started, A, B, options, True))
     assert not reads
     assert pending.result() is found.product and pending.report == found.report and pending.failure is None
     assert reads == [1]
@@ -373,10 +374,10 @@ def test_a_known_product_of_a_prepared_operand(missed: bool, host: None, monkeyp
         A[:, 0], B[0] = 1e6, 0.0  # a column that sets all scales meets zeros
     right = {2: passes.right_pass(B, 2, passes.padded_probes(draw(N, B.device, 0)))}
     held = replace(prepare_for(B, 0, ()), passes=MappingProxyType(right))
-    assert run.compute_known(A, B, held, options) is None
+    assert starts.compute_known(A, B, held, options) is None
     expected = start(A, B, options, right)
     seen: list[object] = []
-    monkeypatch.setattr(run, "compute_from", lambda *args, **_: seen.append(args[1]) or run.Outcome(A, EMPTY, None))
-    found = run.compute_known(A, B, held, options)
+    monkeypatch.setattr(starts, "compute_from", lambda *args, **_: seen.append(args[1]) or run.Outcome(A, EMPTY, None))
+    found = starts.compute_known(A, B, held, options)
     assert found is A if missed else found is not None and torch.equal(found, expected.product)
     assert seen == ([held] if missed else [])
