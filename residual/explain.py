@@ -53,7 +53,8 @@ def explain(
     """
     options = check_options(tol, mode, bits, out_dtype, None, rungs, on_failure)
     a, b = check_pair(A, B.weight if isinstance(B, PreparedOperand) else B)
-    tried = (*_before(a, b, B if isinstance(B, PreparedOperand) else None, options), *options.rungs_for(a, b))
+    prepared = B if isinstance(B, PreparedOperand) else None
+    tried = (*_before(a, b, prepared, options), *options.rungs_for(a, b, prepared is not None))
     names, products = [str(each) for each in tried], [each.products for each in tried]
     size = f"{a.shape[0]} x {a.shape[1]} times {a.shape[1]} x {b.shape[1]}"
     goal = "as it comes" if tol is None else f"for a relative error of {tol:g}"

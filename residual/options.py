@@ -10,13 +10,26 @@ from typing import Literal, NamedTuple, TypedDict
 import torch
 from torch import Tensor
 
+from residual.operand.operand import FLOATS as SHORT_FLOATS
 from residual.operand.operand import check_operand, real_dtype
-from residual.planning.ladder import FLOATS, LEAST_DIRECT, MODES, RUNGS, SMALL, Demand, Machine, Rung, rungs_of
+from residual.planning.ladder import (
+    FLOATS,
+    LEAST_DIRECT,
+    LEAST_SLICES,
+    MODES,
+    RUNGS,
+    SMALL,
+    Demand,
+    Machine,
+    Rung,
+    rungs_of,
+)
 
 OnFailure = Literal["raise", "fallback", "fp32"]
 _OUT_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _OLD_MODES = {"centred": "centered"}
 _FLOWS = ("auto", "measured")
+_VNNI = ("amx", "avx512", "avx_vnni")  # paths of the CPU engine
 
 
 class MatmulOptions(TypedDict, total=False):
@@ -48,7 +61,7 @@ class Options(NamedTuple):
         """Return the dtype of the product."""
         return self.out_dtype or torch.promote_types(real_dtype(A), real_dtype(B))
 
-    def starts_single(self, A: Tensor, B: Tensor) -> bool:
+    def starts_single(self, A: Tensor, B: Tensor, is_prepared: bool) -> bool:
         """Return whether the first attempt at a tolerance is the float32 product of CPU tensors as they are."""
         if self.tol is None or not A.is_cpu or not A.dtype == B.dtype == (self.out_dtype or A.dtype) == torch.float32:
             return False
@@ -56,7 +69,8 @@ class Options(NamedTuple):
             return self.rungs[0] == "fp32"
         if self.mode != "auto":
             return False
-        return self.tol < LEAST_DIRECT or A.shape[0] * B.numel() < SMALL or not machine_of(A.device).int8
+        is_small = A.shape[0] * B.numel() < SMALL or _are_few(A, B, is_prepared)
+        return self.tol < LEAST_DIRECT or is_small or not machine_of(A.device).int8
 
     def rungs_at(self, device: torch.device, demand: Demand) -> tuple[Rung, ...]:
         """Return the rungs of products on a device from the cheapest up."""
@@ -64,12 +78,13 @@ class Options(NamedTuple):
             return tuple(Rung(each, 0 if each in FLOATS else self.bits or 8) for each in self.rungs)
         return rungs_of(self.mode, self.bits or 8, machine_of(device), demand)
 
-    def rungs_for(self, A: Tensor, B: Tensor) -> tuple[Rung, ...]:
-        """Return the rungs of ``A B``."""
+    def rungs_for(self, A: Tensor, B: Tensor, is_prepared: bool = False) -> tuple[Rung, ...]:
+        """Return the rungs of ``A B``; `is_prepared`: what digits need of B is there."""
         double = torch.float64 in (real_dtype(A), real_dtype(B), self.result_dtype(A, B))
         halves = A.dtype == B.dtype and A.dtype in (torch.float16, torch.bfloat16)
         size = A.shape[0] * A.shape[1] * B.shape[1]
-        return self.rungs_at(A.device, Demand(self.tol or 0.0, size, double, halves, self.on_failure == "fallback"))
+        last, few = self.on_failure == "fallback", _are_few(A, B, is_prepared)
+        return self.rungs_at(A.device, Demand(self.tol or 0.0, size, double, halves, last, few))
 
     def rungs_to_prepare(self, device: torch.device) -> tuple[Rung, ...]:
         """Return the rungs of large float32 products, whatever the number of rows of A."""
@@ -80,9 +95,16 @@ def machine_of(device: torch.device) -> Machine:
     """Return what the table of rungs depends on."""
     if device.type == "cuda":
         return Machine(True, True)
-    from cute_kernels.gemm.cpu import dense_backend  # takes longer to import than this package
+    from cute_kernels.cpu.extension import isa  # takes longer to import than this package
 
-    return Machine(False, dense_backend() == "torch._int_mm")
+    return Machine(False, isa() in _VNNI)
+
+
+def _are_few(A: Tensor, B: Tensor, is_prepared: bool) -> bool:
+    """Return whether a pass over B on a CPU takes longer than digits save: that of float64 and integers always does."""
+    if is_prepared or machine_of(A.device).cuda:
+        return False
+    return min(A.shape[0], B.shape[1]) < LEAST_SLICES or not {A.dtype, B.dtype} <= set(SHORT_FLOATS)
 
 
 def check_bits(bits: object) -> None:

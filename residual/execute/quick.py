@@ -34,7 +34,7 @@ def single_product(A: Tensor, B: Tensor, prepared: PreparedOperand | None, optio
     tol = options.tol
     if tol is None or type(A) not in PLAIN or type(B) not in PLAIN or not A.ndim == B.ndim == 2:
         return None
-    if not options.starts_single(A, B) or A.layout != torch.strided or B.layout != torch.strided:
+    if not options.starts_single(A, B, prepared is not None) or A.layout != torch.strided or B.layout != torch.strided:
         return None
     if A.shape[1] != B.shape[0] or not is_ieee(A) or (torch.is_grad_enabled() and (A.requires_grad or B.requires_grad)):
         return None

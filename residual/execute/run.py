@@ -63,7 +63,8 @@ def compute_from(
     """
     weight = B.weight if isinstance(B, PreparedOperand) else B
     with torch.no_grad():
-        rungs, out_dtype = options.rungs_for(A, weight), options.result_dtype(A, weight)
+        is_prepared = isinstance(B, PreparedOperand)
+        rungs, out_dtype = options.rungs_for(A, weight, is_prepared), options.result_dtype(A, weight)
         found = _by_float32(A, B, options, out_dtype, measured)
         if found is not None:
             return found
@@ -72,7 +73,7 @@ def compute_from(
         tried = tried[: len(rungs) - 1]  # the last rung makes the product of a failure
         right = B if isinstance(B, PreparedOperand) else prepare_for(weight, options.seed, rungs[len(tried) :][:1])
         enough = 0.0 if measured else options.tol or 0.0
-        return _climb(_Call(A, right, options, out_dtype, enough), rungs, single, tried, before)
+        return _climb(_Call(A, right, options, out_dtype, enough, is_prepared), rungs, single, tried, before)
 
 
 def _by_float32(
@@ -105,6 +106,7 @@ class _Call(NamedTuple):
     options: Options
     out_dtype: torch.dtype
     enough: float  # no sharper bound is needed
+    is_prepared: bool = True  # by the caller
 
     @property
     def is_single(self) -> bool:
@@ -136,7 +138,9 @@ def _climb(call: _Call, rungs: tuple[Rung, ...], single: Tensor | None, tried: M
     """
     A, right, options = call.A, call.right, call.options
     tol, found = options.tol, [*before, *tried]
-    probed = options.starts_single(A, right.weight)  # three probes may have taken the share of the second rung
+    probed = options.starts_single(
+        A, right.weight, call.is_prepared
+    )  # three probes may have taken the share of the second rung
     product: Tensor | None = None
     left: Operand | None = None
     for i, rung in enumerate(rungs[len(tried) :], len(tried)):

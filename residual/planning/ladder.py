@@ -11,6 +11,7 @@ FLOATS = ("fp16", "fp32", "fp64")
 RUNGS = (*PLANES, *FLOATS)
 _OTHER_PRODUCTS = {"centered": 1.0, "outlier": 1.0, "sparse": 1.0, "columns": 1.25}
 SMALL = 2**21  # multiplications below which float32 is the fastest
+LEAST_SLICES = 640  # rows of A and columns of B below which a pass over a new B on a CPU takes longer than float32
 LEAST_DIRECT = 1e-4  # tolerance below which one digit suffices for hardly any data
 _LEAST_SINGLE = 1.2e-7  # relative error of float32 products
 
@@ -39,7 +40,7 @@ class Machine(NamedTuple):
     """What the table depends on besides the request."""
 
     cuda: bool
-    int8: bool  # whether int8 products are faster than float32: VNNI on a CPU
+    int8: bool  # whether int8 products are much faster than float32: VNNI on a CPU
 
 
 class Demand(NamedTuple):
@@ -50,6 +51,7 @@ class Demand(NamedTuple):
     double: bool = False  # float64 takes part in the operands or the output
     halves: bool = False  # both operands are of one 16-bit float dtype
     fallback: bool = False
+    few: bool = False  # on a CPU: measuring B takes longer than digits save
 
 
 def pairs_of(mode: str) -> frozenset[tuple[int, int]]:
@@ -92,7 +94,7 @@ def rungs_of(mode: str, bits: int, machine: Machine, demand: Demand) -> tuple[Ru
     last = ("fp32", "fp64") if demand.fallback else ()
     if mode != "auto":
         return (Rung(mode, bits), *map(Rung, last))
-    digits = () if demand.multiplications < SMALL else _digit_rungs(machine, demand.tol)
+    digits = () if demand.few or demand.multiplications < SMALL else _digit_rungs(machine, demand.tol)
     floats: tuple[str, ...] = ("fp64",) if demand.double and demand.tol < _LEAST_SINGLE else ("fp32",)
     if machine.cuda and demand.halves:
         digits, floats = (), ("fp16", "fp32")

@@ -24,7 +24,7 @@ from residual.error.probes import (
 )
 from residual.execute.products import execute
 from residual.execute.run import judged
-from residual.matmul import matmul, prepare
+from residual.matmul import matmul, plan, prepare
 from residual.operand.operand import operand
 from residual.operand.prepared import DIRECT, prepare_for
 from residual.planning.ladder import PLANES, Demand, Machine, Rung, rungs_of
@@ -216,6 +216,22 @@ def test_rungs_follow_the_table() -> None:
     assert names(plain, 1e-3, large, False, False, True) == ["fp32", "fp64"]
     assert names(vnni, 1e-3, large, mode="full") == ["int8 full"]
     assert names(vnni, 1e-3, large, False, False, True, mode="full") == ["int8 full", "fp32", "fp64"]
+
+
+def test_digits_of_a_new_operand_need_many_rows_and_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("residual.options.machine_of", lambda _: Machine(False, True))
+
+    def first(m: int, n: int, is_prepared: bool, dtype: torch.dtype = torch.float32) -> str:
+        A, B = torch.empty(m, 512, dtype=dtype), torch.empty(512, n, dtype=dtype)
+        options = plan(tol=1e-2).options
+        rung = str(options.rungs_for(A, B, is_prepared)[0])
+        if dtype == torch.float32:
+            assert options.starts_single(A, B, is_prepared) == (rung == "fp32")
+        return rung
+
+    assert first(640, 640, False) == first(16, 1024, True) == first(640, 640, False, torch.bfloat16) == "int8 direct"
+    assert first(639, 2048, False) == first(2048, 639, False) == first(2048, 2048, False, torch.int8) == "fp32"
+    assert first(2048, 2048, False, torch.float64) == first(2, 1024, True) == "fp32"
 
 
 def test_a_report_counts_each_rung_that_was_measured() -> None:

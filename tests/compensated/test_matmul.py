@@ -213,7 +213,7 @@ def test_a_prepared_operand_gives_the_same_product() -> None:
         assert held.shape == (400, 200) and held.nbytes > 400 * 200 and f"int8 {mode}" in repr(held)
         assert torch.equal(matmul(A, held, mode=mode), matmul(A, B, mode=mode))
         assert reported(A, held, mode=mode, tol=5e-2)[1] == reported(A, B, mode=mode, tol=5e-2)[1]
-    assert reported(A, prepare(B), tol=1e-3)[1] == reported(A, B, tol=1e-3)[1]
+    assert len({reported(A, right, tol=1e-3, rungs=("direct", "fp32"))[1] for right in (prepare(B), B)}) == 1
 
 
 def test_the_old_keyword_of_a_prepared_operand_warns() -> None:
