@@ -82,6 +82,9 @@ class Options(NamedTuple):
         """Return the rungs of ``A B``; `is_prepared`: what digits need of B is there."""
         double = torch.float64 in (real_dtype(A), real_dtype(B), self.result_dtype(A, B))
         halves = A.dtype == B.dtype and A.dtype in (torch.float16, torch.bfloat16)
+        if "fp16" in (self.rungs or ()) and not (halves and machine_of(A.device).cuda):
+            given = f"{A.dtype} and {B.dtype} on {A.device.type}"
+            raise ValueError(f"rungs may name fp16 for operands of one 16-bit dtype on cuda, got {given}")
         size = A.shape[0] * A.shape[1] * B.shape[1]
         last, few = self.on_failure == "fallback", _are_few(A, B, is_prepared)
         return self.rungs_at(A.device, Demand(self.tol or 0.0, size, double, halves, last, few))

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from residual.error.float32 import relative_difference
 from residual.execute import copies
+from residual.explain import explain
 from residual.matmul import matmul, plan, prepare
 from residual.operand.prepared import PreparedOperand
 from residual.report import ToleranceError
@@ -72,6 +73,15 @@ def test_a_rounding_beyond_the_tolerance_is_refused(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(copies, "relative_difference", much)
     C, report = matmul(A, B, tol=5e-2, return_report=True)  # the other way reads the output
     assert rounded and report.upper <= 5e-2 and true_error(A, B, C.double()) <= report.upper
+
+
+def test_products_in_float16_by_name_are_a_gpu_s() -> None:
+    for dtypes in ((HALF, HALF), (SINGLE, SINGLE), (HALF, BRAIN)):
+        A, B = operands(*dtypes)
+        given = f"{A.dtype} and {B.dtype} on cpu"
+        for call in (product, explain):
+            with pytest.raises(ValueError, match=f"rungs may name fp16 .* on cuda, got {given}"):
+                call(A, B, tol=1e-2, rungs=("fp16", "fp32"))
 
 
 def test_values_beyond_the_output_and_rows_that_are_not_finite() -> None:
