@@ -1,5 +1,5 @@
-// What the instruction sets with vectors of 256 bits share: products with the panels of an SpMM in strips of sixteen columns, and dot
-// products, whose steps are those of an instruction set; vectors of floats.
+// What the instruction sets with vectors of 256 bits share: products with the panels of an SpMM in strips of sixteen columns, or with
+// few columns, and dot products, whose steps are those of an instruction set; vectors of floats.
 #pragma once
 
 #include <immintrin.h>
