@@ -90,7 +90,7 @@ sanitize: $(VENV)/.installed
 	engine="$$(echo "$$PWD"/$(SANITIZED)/_engine*.so)"; test -f "$$engine"; \
 	MAGICUBE_ENGINE="$$engine" ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1 \
 	  LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so)" \
-	  $(BIN)/python -m pytest -s -k 'not compile and not machine_code and not near_the_times' $(SANITIZE_TESTS) $(ARGS)
+	  $(BIN)/python -m pytest -s -k 'not compile and not machine_code and not near_the_times and not takes_little_time' $(SANITIZE_TESTS) $(ARGS)
 
 $(VENV)/.tools: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed") if sys.version_info < (3, 11) else None'
