@@ -231,6 +231,20 @@ def test_the_last_rung_of_the_callers_makes_the_product_of_a_failure(host: None)
     assert [attempt.plan for attempt in report.attempts] == ["int8 direct", "int8 full"]
 
 
+@pytest.mark.parametrize("out", [torch.float32, torch.bfloat16])
+def test_16_bit_floats_are_multiplied_by_copies(out: torch.dtype, host: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    A, B = random(M, K, 1).bfloat16(), random(K, N, 2).bfloat16()
+    monkeypatch.setattr(passes, "rungs_for_shapes", lambda options, *_: (Rung(options.mode, 8),))
+    assert starts._start_copies(A, B, B, Options(tol=3e-2), True) is None  # multiplied as they are
+    copied = starts._start_copies(A, B, B, Options(tol=3e-2, mode="full", out_dtype=out), True)
+    assert copied is not None
+    product, report, failure = copied.outcome()
+    plain = start(A.float(), B.float(), Options(tol=3e-2, mode="full")).product
+    assert failure is None and torch.equal(product, plain.to(out)) and torch.equal(copied.checked(), product)
+    error = relative(product, A.float(), B.float())
+    assert 0.9 * error < report.estimated_error < 1.1 * error and error <= report.upper <= 3e-2
+
+
 def test_a_pending_product_waits_for_its_verdict_once_and_when_asked(host: None) -> None:
     A, B, options, reads = random(M, K, 1), random(K, N, 2), Options(tol=3e-2), list[int]()
     started = start(A, B, options)
