@@ -29,7 +29,6 @@ OnFailure = Literal["raise", "fallback", "fp32"]
 _OUT_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _OLD_MODES = {"centred": "centered"}
 _FLOWS = ("auto", "measured")
-_VNNI = ("amx", "avx512", "avx_vnni")  # paths of the CPU engine
 
 
 class MatmulOptions(TypedDict, total=False):
@@ -81,13 +80,13 @@ class Options(NamedTuple):
     def rungs_for(self, A: Tensor, B: Tensor, is_prepared: bool = False) -> tuple[Rung, ...]:
         """Return the rungs of ``A B``; `is_prepared`: what digits need of B is there."""
         double = torch.float64 in (real_dtype(A), real_dtype(B), self.result_dtype(A, B))
-        halves = A.dtype == B.dtype and A.dtype in (torch.float16, torch.bfloat16)
-        if "fp16" in (self.rungs or ()) and not (halves and machine_of(A.device).cuda):
+        is_short = A.dtype == B.dtype and A.dtype in (torch.float16, torch.bfloat16)
+        if "fp16" in (self.rungs or ()) and not (is_short and machine_of(A.device).cuda):
             given = f"{A.dtype} and {B.dtype} on {A.device.type}"
             raise ValueError(f"rungs may name fp16 for operands of one 16-bit dtype on cuda, got {given}")
         size = A.shape[0] * A.shape[1] * B.shape[1]
         last, few = self.on_failure == "fallback", _are_few(A, B, is_prepared)
-        return self.rungs_at(A.device, Demand(self.tol or 0.0, size, double, halves, last, few))
+        return self.rungs_at(A.device, Demand(self.tol or 0.0, size, double, is_short, last, few))
 
     def rungs_to_prepare(self, device: torch.device) -> tuple[Rung, ...]:
         """Return the rungs of large float32 products, whatever the number of rows of A."""
@@ -98,9 +97,9 @@ def machine_of(device: torch.device) -> Machine:
     """Return what the table of rungs depends on."""
     if device.type == "cuda":
         return Machine(True, True)
-    from cute_kernels.cpu.extension import isa  # takes longer to import than this package
+    from cute_kernels.cpu.extension import has_vnni  # takes longer to import than this package
 
-    return Machine(False, isa() in _VNNI)
+    return Machine(False, has_vnni())
 
 
 def _are_few(A: Tensor, B: Tensor, is_prepared: bool) -> bool:

@@ -65,6 +65,18 @@ def test_layers_are_compared_with_those_of_torch(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not engine.available(), reason="the engine is not compiled")
+def test_instruction_sets_are_timed_beside_each_other(tmp_path: Path) -> None:
+    out = tmp_path / "paths.json"
+    script("benchmarks/cpu_paths.py", "--quick", "--out", out)
+    rows = json.loads(out.read_text())["results"]
+    vectors = set(engine.isas()[:-1])
+    assert {(row["zeros"], row["tokens"]) for row in rows} == {
+        (z, n) for z in (0, 0.5, 0.9) for n in (1, 16) if vectors
+    }
+    assert all(set(row["us"]) == vectors and min(row["us"].values()) > 0 for row in rows)
+
+
+@pytest.mark.skipif(not engine.available(), reason="the engine is not compiled")
 @pytest.mark.long
 def test_two_threads_are_compared_with_one_under_load(tmp_path: Path) -> None:
     out = tmp_path / "threads.json"

@@ -77,3 +77,19 @@ def isa() -> str:
     True
     """
     return "reference" if ENGINE is None else str(ENGINE.isa())
+
+
+def has_vnni() -> bool:
+    """Return whether the instruction set in use multiplies and adds four bytes at once: VNNI, in 256 or 512 bits.
+
+    Raises
+    ------
+    ValueError
+        As :func:`isa`.
+
+    Examples
+    --------
+    >>> has_vnni() == (isa() in ("amx", "avx512", "avx_vnni"))
+    True
+    """
+    return isa() in ("amx", "avx512", "avx_vnni")

@@ -138,9 +138,8 @@ def _climb(call: _Call, rungs: tuple[Rung, ...], single: Tensor | None, tried: M
     """
     A, right, options = call.A, call.right, call.options
     tol, found = options.tol, [*before, *tried]
-    probed = options.starts_single(
-        A, right.weight, call.is_prepared
-    )  # three probes may have taken the share of the second rung
+    # then three probes may have taken the share of the second rung
+    probed = options.starts_single(A, right.weight, call.is_prepared)
     product: Tensor | None = None
     left: Operand | None = None
     for i, rung in enumerate(rungs[len(tried) :], len(tried)):

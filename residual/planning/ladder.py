@@ -49,7 +49,7 @@ class Demand(NamedTuple):
     tol: float
     multiplications: int
     double: bool = False  # float64 takes part in the operands or the output
-    halves: bool = False  # both operands are of one 16-bit float dtype
+    short: bool = False  # both operands are of one 16-bit float dtype
     fallback: bool = False
     few: bool = False  # on a CPU: measuring B takes longer than digits save
 
@@ -96,7 +96,7 @@ def rungs_of(mode: str, bits: int, machine: Machine, demand: Demand) -> tuple[Ru
         return (Rung(mode, bits), *map(Rung, last))
     digits = () if demand.few or demand.multiplications < SMALL else _digit_rungs(machine, demand.tol)
     floats: tuple[str, ...] = ("fp64",) if demand.double and demand.tol < _LEAST_SINGLE else ("fp32",)
-    if machine.cuda and demand.halves:
+    if machine.cuda and demand.short:
         digits, floats = (), ("fp16", "fp32")
     if (demand.double or demand.fallback) and floats[-1] != "fp64":
         floats = (*floats, "fp64")

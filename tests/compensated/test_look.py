@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cute_kernels.cpu import engine
+from cute_kernels.cpu import engine, extension
 from residual.error.factor import confidence
 from residual.error.look import look
 from residual.error.probes import (
@@ -27,6 +27,7 @@ from residual.execute.run import judged
 from residual.matmul import matmul, plan, prepare
 from residual.operand.operand import operand
 from residual.operand.prepared import DIRECT, prepare_for
+from residual.options import machine_of
 from residual.planning.ladder import PLANES, Demand, Machine, Rung, rungs_of
 from residual.report import ToleranceError
 from tests.compensated.hostile import FAMILIES, exact_error
@@ -216,6 +217,12 @@ def test_rungs_follow_the_table() -> None:
     assert names(plain, 1e-3, large, False, False, True) == ["fp32", "fp64"]
     assert names(vnni, 1e-3, large, mode="full") == ["int8 full"]
     assert names(vnni, 1e-3, large, False, False, True, mode="full") == ["int8 full", "fp32", "fp64"]
+
+
+def test_digits_are_for_instruction_sets_that_multiply_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    for path in extension.isas():
+        monkeypatch.setenv("MAGICUBE_CPU", path)
+        assert machine_of(torch.device("cpu")) == Machine(False, path not in ("avx2", "portable"))
 
 
 def test_digits_of_a_new_operand_need_many_rows_and_columns(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -214,8 +214,8 @@ struct Tiles256 : Streams2 {
     }
   }
 
-  // Totals of the lanes of four vectors, in the order of the vectors, twice: of the lower and of the upper half of each.
-  static __m256i halves(const __m256i* sum) {
+  // Totals of four vectors in their order, twice: of the lower and of the upper 128 bits of each.
+  static __m256i lane_totals(const __m256i* sum) {
     return _mm256_hadd_epi32(_mm256_hadd_epi32(sum[0], sum[1]), _mm256_hadd_epi32(sum[2], sum[3]));
   }
 
@@ -237,7 +237,7 @@ struct Tiles256 : Streams2 {
         for (int r = 0; r < Rows; ++r) Isa::template multiply_add<Signed>(sum[r * kColumns + j], left[r], right);
       }
     }
-    const __m256i first = halves(sum), second = halves(sum + 4);
+    const __m256i first = lane_totals(sum), second = lane_totals(sum + 4);
     const __m256i totals = _mm256_add_epi32(_mm256_permute2x128_si256(first, second, 0x20), _mm256_permute2x128_si256(first, second, 0x31));
     if constexpr (Rows == 1) {
       _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), totals);
